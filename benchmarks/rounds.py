@@ -1,0 +1,200 @@
+"""One workload's comparison: servers started, conditions measured, rounds run in turn, everything saved as it comes.
+
+All servers are up at the same time and only one is asked at a time; what the idle ones cost is measured and saved.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from comparison import Run
+from peers.catalogue import axes_of, system_of
+from results import Results, Tried
+from systems import RunningSystem, System, running
+from tuning import tuned
+from workloads import WORKLOADS, Conditions, measured_prefill_s
+
+from pdserve.cli.load_client import LoadClient, Target
+from pdserve.cli.load_plan import Lengths, closed_loop
+
+# W4 offers these parts of what the slowest system could prefill; --rate offers another.
+_SUSTAINABLE_SHARE = 0.5
+_OVERLOAD_SHARE = 1.5
+_IDLE_LOOK_S = 2.0
+_TUNING_SEED = 500_000
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """When a comparison has to be over, on the monotonic clock; None: as long as it takes."""
+
+    ends_at: float | None
+
+    def left_s(self) -> float | None:
+        """Return what is left."""
+        return None if self.ends_at is None else max(0.0, self.ends_at - time.monotonic())
+
+    def part(self, share: float) -> "Budget":
+        """Return a budget that ends when `share` of what is left has passed."""
+        left = self.left_s()
+        return self if left is None else Budget(time.monotonic() + share * left)
+
+    def limits(self, system: System) -> System:
+        """Return `system` such that waiting for its start ends with the budget."""
+        left = self.left_s()
+        return system if left is None else replace(system, start_timeout_s=min(system.start_timeout_s, left))
+
+    def has_room_for(self, seconds: float) -> bool:
+        """Return whether something that takes so long would still end in time."""
+        left = self.left_s()
+        return left is None or seconds <= left
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that answers, and the client of it."""
+
+    running: RunningSystem
+    client: LoadClient
+
+    @property
+    def name(self) -> str:
+        """The name of the system."""
+        return self.running.system.name
+
+
+async def tune(family: str, workload: str, conditions: Conditions, budget: Budget) -> list[Tried]:
+    """Try the settings of a family with a short run each while there is time; return them, the best first."""
+    chosen = WORKLOADS[workload]
+    asked = replace(conditions, is_quick=True, seed=conditions.seed + _TUNING_SEED)
+
+    async def measure(name: str) -> Tried:
+        nonlocal asked
+        if budget.left_s() == 0:
+            return Tried(name, None, "not tried: the time was over")
+        try:
+            async with asyncio.timeout(budget.left_s()), _serving(budget.limits(system_of(name, workload))) as server:
+                if workload == "W4" and not asked.long_rate_per_s:  # the same for all that follow
+                    asked = _at_capacity(asked, await measured_prefill_s(server.client, asked.seed))
+                value = (await chosen.run(server.client, asked))[chosen.primary]
+        except SystemExit as error:
+            if isinstance(error.code, int):  # a signal
+                raise
+            tried = Tried(name, None, str(error)[-300:])
+        except TimeoutError:
+            tried = Tried(name, None, "the time was over")
+        else:
+            tried = Tried(name, value)
+        print(
+            f"tuning {family} for {workload}: {name}: {tried.error or f'{tried.value:.4g} {chosen.primary}'}",
+            flush=True,
+        )
+        return tried
+
+    return await tuned(axes_of(family), measure, is_less_better=chosen.is_less_better)
+
+
+async def compare(
+    results: Results,
+    systems: Sequence[System],
+    conditions: Conditions,
+    num_rounds: int,
+    budget: Budget,
+    folder: Path | None,
+) -> None:
+    """Run what is missing of `num_rounds` rounds; `results` holds every run as soon as it has ended.
+
+    A peer that does not start is left out and named. Ends early when no further round fits into the budget.
+
+    Raises:
+        SystemExit: ours does not start, or a run failed.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        servers = await _started(results, [budget.limits(system) for system in systems], stack)
+        if results.workload == "W4":
+            conditions = await _with_rates(results, servers, conditions)
+        results.conditions["idle CPU s/s"] = await _idle_cpu(servers)
+        for number in range(num_rounds):
+            began_at = time.monotonic()
+            for server in servers:
+                if not results.has(server.name, number):
+                    # Other prompts in each round: no server knows a prefix of them.
+                    own = replace(conditions, seed=conditions.seed + 1_000 * number)
+                    results.runs.append(await _run_once(results.workload, server, own, number))
+                    if folder is not None:
+                        results.save(folder)
+            if not budget.has_room_for(time.monotonic() - began_at):
+                break
+
+
+async def _started(results: Results, systems: Sequence[System], stack: contextlib.AsyncExitStack) -> list[Server]:
+    servers = []
+    for index, system in enumerate(systems):
+        try:
+            servers.append(await stack.enter_async_context(_serving(system)))
+        except SystemExit as error:
+            if index == 0 or isinstance(error.code, int):  # a signal
+                raise
+            results.left_out[system.name] = str(error)[-500:]
+            print(f"{system.name} is left out: {error}", flush=True)
+    return servers
+
+
+@asynccontextmanager
+async def _serving(system: System) -> AsyncIterator[Server]:
+    """Start a server and warm it; nothing of it is left at the end."""
+    with running(system) as started:
+        async with LoadClient.open(Target(started.url)) as client:
+            # The longer one fits into the least that a slot of any peer holds in any workload: 512 tokens.
+            warm = (*closed_loop(2, Lengths(64, 8), 99), *closed_loop(1, Lengths(384, 8), 98))
+            for record in await client.run(warm, concurrency=1):
+                if record.error is not None:
+                    raise SystemExit(f"{system.name} does not answer: {record.error}")
+            yield Server(started, client)
+
+
+async def _with_rates(results: Results, servers: Sequence[Server], conditions: Conditions) -> Conditions:
+    """Return `conditions` with the rates of long prompts: as measured before, given, or measured now."""
+    known = results.conditions.get("long prompts/s")
+    if not isinstance(known, list):
+        times = {server.name: await measured_prefill_s(server.client, conditions.seed + 500) for server in servers}
+        if not conditions.long_rate_per_s:
+            conditions = _at_capacity(conditions, max(times.values()))
+        known = [conditions.long_rate_per_s, conditions.overload_rate_per_s]
+        results.conditions |= {"long prompt alone s": times, "long prompts/s": known}
+    return replace(conditions, long_rate_per_s=known[0], overload_rate_per_s=known[1])
+
+
+def _at_capacity(conditions: Conditions, prefill_s: float) -> Conditions:
+    return replace(
+        conditions,
+        long_rate_per_s=_SUSTAINABLE_SHARE / prefill_s,
+        overload_rate_per_s=_OVERLOAD_SHARE / prefill_s,
+    )
+
+
+async def _idle_cpu(servers: Sequence[Server]) -> dict[str, float]:
+    """Return the CPU seconds a second that each server takes while nobody asks it."""
+    before = [server.running.cpu_s() for server in servers]
+    await asyncio.sleep(_IDLE_LOOK_S)
+    return {
+        server.name: round((server.running.cpu_s() - spent) / _IDLE_LOOK_S, 3)
+        for server, spent in zip(servers, before, strict=True)
+    }
+
+
+async def _run_once(workload: str, server: Server, conditions: Conditions, number: int) -> Run:
+    cpu_before = server.running.cpu_s()
+    figures = await WORKLOADS[workload].run(server.client, conditions)
+    run = Run(server.name, number, figures, server.running.cpu_s() - cpu_before)
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+    print(
+        f"{workload} round {number}, load {os.getloadavg()[0]:.1f}, {run.system}: {shown}, CPU {run.cpu_s:.1f} s",
+        flush=True,
+    )
+    return run

@@ -1,0 +1,173 @@
+"""Workloads, ours against peers, A B A B in one run; prints Markdown, saves JSON, tables and plots.
+
+    .venv/bin/python benchmarks/run.py W1 --peer llamacpp-q8_0
+    .venv/bin/python benchmarks/run.py W3 --tune llamacpp --peer transformers-generate --output results
+    .venv/bin/python benchmarks/run.py W4 --peer pdserve-colocated --peer llamacpp-q8_0-b256 --rounds 3 --output results
+    .venv/bin/python benchmarks/run.py all --quick --output results          (20 minutes at most; --budget-minutes)
+
+`all` goes through W1 to W6 against those of its peers that are installed. With --output everything is saved after
+each run, also when the command is ended: --resume goes on from there. `render.py DIR` makes the tables again.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import render
+from peers.catalogue import family_of, is_available, known_names, system_of
+from results import Results, load_results, this_machine
+from rounds import Budget, compare, tune
+from workloads import WORKLOADS, Conditions
+
+from pdserve.cli.load_report import Objectives
+
+_TRACE = Path(__file__).parent / "data" / "azure_conversation_2023_first300.csv"
+# Without --peer: those that the goals are set against, with settings that did well for the workload.
+_PEERS = {
+    "W1": ("llamacpp-q8_0",),
+    "W2": ("llamacpp-q8_0", "llamacpp-f32"),
+    "W3": ("llamacpp-q8_0", "transformers-generate"),
+    "W4": ("pdserve-colocated", "llamacpp-q8_0-b256"),
+    "W5": ("llamacpp-q8_0",),
+    "W6": ("pdserve-colocated", "llamacpp-q8_0-b256"),
+}
+# Parts of the time that a budget gives each of them; what one leaves is for the others.
+_SHARES = {"W1": 2.0, "W2": 2.5, "W3": 3.0, "W4": 5.0, "W5": 1.5, "W6": 6.0}
+_QUICK_BUDGET_MINUTES = 20.0
+_TUNING_PART = 0.5  # of a workload's time, for each family
+_ENDING_S = 15.0  # kept for stopping servers and writing tables
+
+
+def main() -> None:
+    """Run argv's comparisons; servers end with it, also on SIGINT and SIGTERM, and what was measured is kept."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    options = _parser().parse_args()
+    names = list(WORKLOADS) if options.workload == "all" else [options.workload]
+    minutes = options.budget_minutes
+    if minutes is None and options.workload == "all" and options.quick:
+        minutes = _QUICK_BUDGET_MINUTES
+    ends_at = None if minutes is None else time.monotonic() + 60 * minutes - _ENDING_S
+    failures = []
+    try:
+        for index, name in enumerate(names):
+            failure = _run_workload(name, options, _share(ends_at, names[index:]))
+            failures += [failure] if failure else []
+    finally:
+        if options.output is not None and options.output.exists():
+            report = render.render(options.output)
+            print(report if options.workload == "all" else f"saved in {options.output}")
+    if failures:
+        raise SystemExit("\n".join(failures))
+
+
+def _share(ends_at: float | None, names: Sequence[str]) -> Budget:
+    if ends_at is None:
+        return Budget(None)
+    left_s = max(0.0, ends_at - time.monotonic())
+    return Budget(time.monotonic() + left_s * _SHARES[names[0]] / sum(_SHARES[name] for name in names))
+
+
+def _run_workload(workload: str, options: argparse.Namespace, budget: Budget) -> str | None:
+    """Run one comparison; return what went wrong with it, if anything: the others go on."""
+    found: list[Results] = []
+    try:
+        asyncio.run(_within(budget, _compare(workload, options, budget, found)))
+    except TimeoutError:
+        print(f"{workload}: its time is over", flush=True)
+    except SystemExit as error:
+        if isinstance(error.code, int):  # a signal, not a failure of this workload
+            raise
+        return f"{workload}: {error}"
+    finally:
+        for results in found:
+            if results.runs:
+                print(render.markdown(results), flush=True)
+    return None if found and found[0].runs else f"{workload}: there was no time for a run"
+
+
+async def _within(budget: Budget, work: "asyncio.Coroutine[None, None, None]") -> None:
+    async with asyncio.timeout(budget.left_s()):
+        await work
+
+
+async def _compare(workload: str, options: argparse.Namespace, budget: Budget, found: list[Results]) -> None:
+    conditions = Conditions(
+        seed=options.seed,
+        is_quick=options.quick,
+        long_rate_per_s=options.rate or 0.0,
+        overload_rate_per_s=3 * options.rate if options.rate else 0.0,
+        trace=options.trace,
+        objectives=Objectives(options.slo_ttft_ms, options.slo_tpot_ms),
+    )
+    wanted = options.peer or [name for name in _PEERS[workload] if family_of(name) not in options.tune]
+    left_out = {}
+    if not options.peer:
+        left_out = {name: f"{family_of(name)} is not installed" for name in wanted if not is_available(name)}
+        wanted = [name for name in wanted if name not in left_out]
+    tuning = {family: await tune(family, workload, conditions, budget.part(_TUNING_PART)) for family in options.tune}
+    names = dict.fromkeys([options.ours, *wanted, *(tried[0].name for tried in tuning.values())])
+    systems = [system_of(name, workload, tuple(options.ours_option)) for name in names]
+    settings = {system.name: system.settings for system in systems}
+    results = Results(workload, options.quick, options.seed, settings, this_machine(), {}, tuning, left_out)
+    if workload == "W6":
+        results.conditions |= {
+            "trace": options.trace.name,
+            "TTFT ms": options.slo_ttft_ms,
+            "TPOT ms": options.slo_tpot_ms,
+        }
+    if options.resume and options.output is not None:
+        _take_over(results, options.output / f"{workload}.json")
+    found.append(results)
+    await compare(results, systems, conditions, options.rounds, budget, options.output)
+
+
+def _take_over(results: Results, path: Path) -> None:
+    """Take the runs of an earlier command that asked the same."""
+    if not path.exists():
+        return
+    earlier = load_results(path)
+    if not results.continues(earlier):
+        raise SystemExit(f"{path} is of other systems or options: leave --resume out, or name another folder")
+    results.runs[:] = earlier.runs
+    results.conditions |= earlier.conditions
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", choices=[*WORKLOADS, "all"])
+    parser.add_argument("--ours", default="pdserve", help="the system that ratios are of")
+    parser.add_argument(
+        "--peer", action="append", default=[], help=f"one of {', '.join(known_names())}, with options; repeatable"
+    )
+    parser.add_argument(
+        "--tune",
+        action="append",
+        default=[],
+        metavar="FAMILY",
+        help="find a peer's best settings first, and compare with them; repeatable",
+    )
+    parser.add_argument(
+        "--ours-option", action="append", default=[], help="a flag for `pdserve serve`, as --flag=value"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
+    parser.add_argument("--budget-minutes", type=float, help="end after so long with what there is; `all --quick`: 20")
+    parser.add_argument("--rate", type=float, help="W4: long prompts a second, instead of half of the slowest capacity")
+    parser.add_argument("--trace", type=Path, default=_TRACE, help="W6: a trace file")
+    parser.add_argument(
+        "--slo-ttft-ms", type=float, default=2_000.0, help="W6: a good request has its first token by then"
+    )
+    parser.add_argument("--slo-tpot-ms", type=float, default=100.0, help="W6: and its further ones at this pace")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="folder for JSON, Markdown and plots")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that --output has of the same comparison")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

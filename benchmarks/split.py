@@ -1,0 +1,249 @@
+"""What the split itself costs: one request at a time through gateway, prefill, transfer and decode, and offline.
+
+    .venv/bin/python benchmarks/split.py --output results
+    .venv/bin/python benchmarks/split.py --quick
+
+An installation of real processes (one prefill node, one decode node) and the offline engine, in this process, answer
+the same prompts in turn, so that load on the machine meets both. TTFT is until the first token, total until the last;
+the ratios are medians over rounds of the ratio of one round. CPU is that of all processes of the installation. The
+table of stages has the medians of what the gateway
+(`return_route_info`) and both ends of the transfer (`--transfer-spans-file`) say of each request.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from systems import RunningSystem, System, running
+
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.engine import Engine
+from pdserve.engine.model_source import resolve_model
+from pdserve.engine.sampling_params import SamplingParams
+from pdserve.engine.sequence import SequenceSpec
+
+_TTFT_TARGET, _TOTAL_TARGET = 1.1, 1.05
+_SPAN_WAIT_S, _POLL_S = 5.0, 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request: seconds to the first and to the last token, and milliseconds of its stages."""
+
+    ttft_s: float
+    total_s: float
+    num_tokens: int
+    cpu_s: float
+    stages: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The same prompt length both ways, in one round."""
+
+    num_prompt: int
+    offline: Answer
+    split: Answer
+
+
+def answer_offline(engine: Engine, prompt: tuple[int, ...], num_output: int) -> Answer:
+    """Let the engine answer alone."""
+    sampling = SamplingParams(max_tokens=num_output, temperature=0.0, seed=0, ignore_eos=True)
+    times = []
+    started, cpu = time.perf_counter(), time.process_time()
+    engine.add(SequenceSpec("a", prompt, sampling))
+    while engine.scheduler.has_work:
+        if any(output.token is not None for output in engine.step()):
+            times.append(time.perf_counter() - started)
+    return Answer(times[0], times[-1], len(times), time.process_time() - cpu)
+
+
+async def answer_split(
+    session: aiohttp.ClientSession, server: RunningSystem, prompt: tuple[int, ...], num_output: int, spans: Path
+) -> Answer:
+    """Ask the installation, and read what it says of the stages."""
+    body = {
+        "model": await _model(session, server.url),
+        "prompt": list(prompt), "max_tokens": num_output, "temperature": 0, "ignore_eos": True, "stream": True,
+        "return_token_ids": True, "return_route_info": True,
+    }  # fmt: skip
+    times: list[tuple[float, int]] = []
+    route: dict[str, Any] = {}
+    request_id = ""
+    started, cpu = time.perf_counter(), server.cpu_s()
+    async with session.post(f"{server.url}/v1/completions", json=body) as reply:
+        if reply.status != 200:
+            raise SystemExit(f"{reply.status}: {await reply.text()}")
+        async for line in reply.content:
+            now = time.perf_counter() - started
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise SystemExit(str(event["error"]))
+            request_id = event["id"]
+            count = sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
+            if count:
+                times.append((now, count))
+            route = (event.get("route_info") or [route])[0]
+    if route.get("route") != "disaggregated":
+        raise SystemExit(f"the request went another way: {route}")
+    stages = _stages(times, route, await _spans_of(request_id, spans))
+    num_tokens = sum(count for _, count in times)
+    return Answer(times[0][0], times[-1][0], num_tokens, server.cpu_s() - cpu, stages)
+
+
+def _stages(times: list[tuple[float, int]], route: dict[str, Any], spans: list[dict[str, Any]]) -> dict[str, float]:
+    at = route["stages_ms"]
+    by_side = {span["side"]: span for span in spans}
+    sender, receiver = by_side["sender"], by_side["receiver"]
+    marks = {
+        "request read, admitted": (at["admitted"] or 0.0),
+        "task at the prefill node": at["prefilling"] - (at["admitted"] or 0.0),
+        "prompt computed, first token at the gateway": at["first_token"] - at["prefilling"],
+        "first token at the client": 1e3 * times[0][0] - at["first_token"],
+        "offer to grant (while the prompt is computed)": 1e3 * (sender["grant_s"] or 0.0),
+        "last block to acknowledgement": 1e3 * (sender["tail_s"] or 0.0),
+        "commit at the decode node": 1e3 * (receiver["tail_s"] or 0.0),
+        "first token to the second": 1e3 * (times[1][0] - times[0][0]),
+        "each further token": 1e3 * (times[-1][0] - times[1][0]) / max(1, sum(count for _, count in times[2:])),
+    }
+    return marks
+
+
+async def _spans_of(request_id: str, path: Path) -> list[dict[str, Any]]:
+    """Return what both ends wrote of a request; they write when its transfer has ended."""
+    deadline = time.monotonic() + _SPAN_WAIT_S
+    while time.monotonic() < deadline:
+        spans = [span for span in _read_spans(path) if request_id in str(span["request_id"])]
+        if len(spans) >= 2:
+            return spans
+        await asyncio.sleep(_POLL_S)
+    raise SystemExit(f"the nodes wrote no spans of {request_id}: {_read_spans(path)[-2:]}")
+
+
+def _read_spans(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+async def _model(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(f"{url}/v1/models") as reply:
+        return str((await reply.json())["data"][0]["id"])
+
+
+async def compare(
+    engine: Engine, server: RunningSystem, spans: Path, lengths: Sequence[int], num_output: int, num_rounds: int
+) -> list[Pair]:
+    """Ask both in turn; which is first changes from round to round."""
+    chance = random.Random(1)
+    pairs = []
+    async with aiohttp.ClientSession() as session:
+        for number in range(-1, num_rounds):  # round -1 warms both
+            for length in lengths:
+                prompts = [tuple(chance.randrange(3, 40_000) for _ in range(length)) for _ in range(2)]
+                answers: dict[str, Answer] = {}
+                for name in ("offline", "split") if number % 2 else ("split", "offline"):
+                    if name == "offline":
+                        answers[name] = await asyncio.to_thread(answer_offline, engine, prompts[0], num_output)
+                    else:
+                        answers[name] = await answer_split(session, server, prompts[1], num_output, spans)
+                if number >= 0:
+                    pairs.append(Pair(length, answers["offline"], answers["split"]))
+                    print(_line(pairs[-1]), flush=True)
+    return pairs
+
+
+def _line(pair: Pair) -> str:
+    return (
+        f"load {os.getloadavg()[0]:.1f}, prompt {pair.num_prompt}: TTFT {1e3 * pair.split.ttft_s:.0f} / "
+        f"{1e3 * pair.offline.ttft_s:.0f} ms, total {pair.split.total_s:.2f} / {pair.offline.total_s:.2f} s"
+    )
+
+
+def markdown(pairs: Sequence[Pair]) -> str:
+    """Return the table of ratios and that of stages."""
+    ways = ("offline", "split", "ratio")
+    header = ["prompt", *(f"{name}, {way}" for name in ("TTFT ms", "total s", "CPU s") for way in ways)]
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    lengths = list(dict.fromkeys(pair.num_prompt for pair in pairs))
+    for length in lengths:
+        own = [pair for pair in pairs if pair.num_prompt == length]
+        cells = []
+        for name, unit, digits in (("ttft_s", 1e3, 0), ("total_s", 1.0, 2), ("cpu_s", 1.0, 2)):
+            offline = [getattr(pair.offline, name) for pair in own]
+            split = [getattr(pair.split, name) for pair in own]
+            ratio = statistics.median(ours / theirs for ours, theirs in zip(split, offline, strict=True))
+            cells += [f"{unit * statistics.median(each):.{digits}f}" for each in (offline, split)] + [f"{ratio:.2f}"]
+        lines.append(f"| {length:,} | " + " | ".join(cells) + " |")
+    lines += ["", f"Targets: TTFT <= {_TTFT_TARGET}, total <= {_TOTAL_TARGET}.", ""]
+    lines += [
+        "| stage, ms | " + " | ".join(f"{length:,}" for length in lengths) + " |",
+        "|---" * (1 + len(lengths)) + "|",
+    ]
+    for stage in pairs[0].split.stages:
+        values = (
+            statistics.median(pair.split.stages[stage] for pair in pairs if pair.num_prompt == length)
+            for length in lengths
+        )
+        lines.append(f"| {stage} | " + " | ".join(f"{value:.1f}" for value in values) + " |")
+    per_token = (
+        statistics.median(
+            1e3 * (pair.offline.total_s - pair.offline.ttft_s) / (pair.offline.num_tokens - 1)
+            for pair in pairs
+            if pair.num_prompt == length
+        )
+        for length in lengths
+    )
+    lines.append("| each token after the first, offline | " + " | ".join(f"{value:.1f}" for value in per_token) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Compare as argv asks; print Markdown and save it with the JSON."""
+    options = _parser().parse_args()
+    model_dir = options.model or resolve_model(None, progress=lambda line: None)
+    lengths = options.prompt or ((64, 512) if options.quick else (64, 512, 1_024))
+    num_output, num_rounds = (32, 2) if options.quick else (options.output_tokens, options.rounds)
+    engine = Engine.load(EngineConfig(model_dir=model_dir, dtype=options.dtype))
+    pdserve = str(Path(sys.executable).with_name("pdserve"))
+    with tempfile.TemporaryDirectory(prefix="pdserve-split-") as folder:
+        spans = Path(folder) / "spans.jsonl"
+        flags = ("--model", str(model_dir), "--dtype", options.dtype, "--transfer-spans-file", str(spans))
+        command = (pdserve, "serve", "--port", "0", *flags, *options.option)
+        with running(System("pdserve", command, " ".join(command))) as server:
+            pairs = asyncio.run(compare(engine, server, spans, lengths, num_output, num_rounds))
+    engine.close()
+    text = markdown(pairs)
+    print(text)
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "split.json").write_text(json.dumps([asdict(pair) for pair in pairs], indent=1) + "\n")
+        (options.output / "split.md").write_text(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a model directory; default: the demo model")
+    parser.add_argument("--dtype", default="int8")
+    parser.add_argument("--prompt", type=int, action="append", help="prompt tokens; default: 64, 512 and 1,024")
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="prompts of 64 and 512, outputs of 32, two rounds")
+    parser.add_argument("--option", action="append", default=[], help="a flag for `pdserve serve`, as --flag=value")
+    parser.add_argument("--output", type=Path, help="folder for JSON and Markdown")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The `pdserve` command: flags, environment and TOML into frozen configs; starts processes."""

@@ -1,0 +1,1 @@
+"""What processes say to each other: messages, channels, request records, the node registry."""

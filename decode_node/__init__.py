@@ -1,0 +1,1 @@
+"""The process that lands KV blocks, runs continuous batching and streams tokens."""

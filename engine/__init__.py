@@ -1,0 +1,1 @@
+"""One process, one device, no network: from token ids to token ids."""

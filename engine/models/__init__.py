@@ -1,0 +1,1 @@
+"""Decoders and the loading of their weights."""

@@ -1,0 +1,1 @@
+"""The asyncio HTTP front: OpenAI API, admission, routing, dispatch. Never imports torch."""

@@ -1,0 +1,117 @@
+"""The listening socket and what is answered before there is a request: bytes that are not HTTP."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+
+from aiohttp import hdrs, web
+from aiohttp.http_exceptions import LineTooLong
+
+from pdserve.gateway.config import HttpConfig
+from pdserve.gateway.error_responses import ErrorReply
+from pdserve.gateway.errors import CannotListen
+from pdserve.gateway.first_failure import first_failure
+from pdserve.gateway.tls import TlsCertificate
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 1.0
+_BACKLOG = 1024
+
+
+@asynccontextmanager
+async def listening(app: web.Application, config: HttpConfig, handler_cancellation: bool = True) -> AsyncIterator[str]:
+    """Serve `app` on the configured address while the block runs; yield the URL, with the real port.
+
+    Raises:
+        CannotListen: the address is taken, or is not one of this machine's.
+        InvalidCertificate: the files for HTTPS cannot be used.
+    """
+    loop = asyncio.get_running_loop()
+    certificate = None if config.tls is None else TlsCertificate(config.tls)
+    runner = web.AppRunner(app, handler_cancellation=handler_cancellation, access_log=None, shutdown_timeout=_CLOSE_S)
+    await runner.setup()
+    handlers = runner.server
+    assert handlers is not None
+
+    def connected() -> web.RequestHandler:
+        return _Connection(handlers, loop=loop, access_log=None)  # type: ignore[arg-type]  # None is none, as in aiohttp's own runner
+
+    try:
+        try:
+            server = await loop.create_server(
+                connected,
+                config.host,
+                config.port,
+                backlog=_BACKLOG,
+                ssl=None if certificate is None else certificate.context,
+            )
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise CannotListen(config.host, config.port, reason) from error
+        try:
+            host = f"[{config.host}]" if ":" in config.host else config.host
+            scheme = "http" if certificate is None else "https"
+            async with _kept_fresh(certificate):
+                yield f"{scheme}://{host}:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def _kept_fresh(certificate: TlsCertificate | None) -> AsyncIterator[None]:
+    if certificate is None:
+        yield
+        return
+    async with first_failure(), asyncio.TaskGroup() as group:
+        keeper = group.create_task(certificate.keep_fresh(), name="certificate")
+        try:
+            yield
+        finally:
+            keeper.cancel()
+
+
+async def check_expectation(request: web.Request) -> web.Response | None:
+    """Tell a client that waits before it sends its body to go on; refuse any other expectation."""
+    if request.headers[hdrs.EXPECT].lower() != "100-continue":
+        message = "the only expectation that this server can meet is 100-continue"
+        return ErrorReply(HTTPStatus.EXPECTATION_FAILED, message, code="expectation_failed").response()
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # the reply itself has not begun
+    return None
+
+
+class _Connection(web.RequestHandler):
+    """aiohttp's protocol, with its own refusals in the same envelope as all others."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = HTTPStatus.INTERNAL_SERVER_ERROR,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Return the response to what no handler was asked about, or to what escaped one; it is the last one."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of another response has been sent already")
+        response = _refusal(status, exc).response()
+        response.force_close()
+        return response
+
+
+def _refusal(status: int, error: BaseException | None) -> ErrorReply:
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        logger.error("a request failed outside its handler", exc_info=error)
+        return ErrorReply(status, "the server failed on this request", code="internal_error")
+    logger.debug("refused bytes that are no request: %s", type(error).__name__)
+    if isinstance(error, LineTooLong):
+        status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+        return ErrorReply(status, "the request line or a header is too long", code="header_too_large")
+    return ErrorReply(status, "this is not a well-formed HTTP request", code="invalid_http")

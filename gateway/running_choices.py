@@ -1,0 +1,131 @@
+"""All choices of one request while they are generated: each piece is shown by whoever heard of its tokens."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Protocol
+
+from pdserve.control.messages import FinishReason
+from pdserve.engine.tokenizer import Tokenizer
+from pdserve.gateway.choice_text import ChoicePiece, ChoiceText
+from pdserve.gateway.first_failure import first_failure
+from pdserve.gateway.generation import Generation, GenerationEvent, GenerationSource, GenerationStats, Route
+from pdserve.gateway.generation_plan import GenerationPlan
+from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.gateway.reply_shapes import Usage
+
+
+class Show(Protocol):
+    """Who shows the pieces of an answer."""
+
+    def show(self, piece: ChoicePiece) -> bool:
+        """Show `piece` now; return whether the next one should wait until `caught_up` returns."""
+
+    async def caught_up(self) -> None:
+        """Wait for a client that reads more slowly than its answer grows."""
+
+
+class RunningChoices:
+    """The admitted generations of `plan` and what has come of them; for one consumer."""
+
+    def __init__(
+        self, plan: GenerationPlan, generations: Sequence[Generation], tokenizer: Tokenizer, metrics: GatewayMetrics
+    ) -> None:
+        self._plan = plan
+        self._generations = tuple(generations)
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._num_tokens = [0] * len(generations)
+        self._num_thought_tokens = [0] * len(generations)
+
+    async def follow(self, show: Show) -> None:
+        """Give the pieces of every choice to `show`, those of one choice in order, until all have ended.
+
+        Raises:
+            GenerationFailed: one of them cannot be finished.
+        """
+        if len(self._generations) == 1:
+            await self._follow(0, show)
+            return
+        async with first_failure(), asyncio.TaskGroup() as group:
+            for index in range(len(self._generations)):
+                group.create_task(self._follow(index, show), name=f"choice-{self._plan.response_id}-{index}")
+
+    def usage(self) -> Usage:
+        """Return the tokens handed out; a prompt's cached tokens are those of its first choice."""
+        first_choices = self._generations[:: self._plan.num_choices]
+        return Usage(
+            self._plan.num_prompt_tokens,
+            sum(self._num_tokens),
+            sum(generation.stats.num_cached_tokens or 0 for generation in first_choices),
+            sum(self._num_thought_tokens) if self._plan.reading.has_thoughts else None,
+        )
+
+    def stats(self) -> list[GenerationStats]:
+        """Return the facts about each choice."""
+        return [generation.stats for generation in self._generations]
+
+    def route(self) -> Route:
+        """Return the route of the first choice."""
+        return self._generations[0].stats.route
+
+    async def _follow(self, index: int, show: Show) -> None:
+        choice = _FollowedChoice(ChoiceText(index, self._plan, self._tokenizer), self._metrics)
+        generation = self._generations[index]
+
+        def take(event: GenerationEvent) -> bool:
+            piece = choice.push(event)
+            if piece is None:
+                return choice.is_over
+            self._num_tokens[index] = piece.num_tokens
+            self._num_thought_tokens[index] = piece.num_thought_tokens
+            choice.must_wait = show.show(piece)
+            return choice.must_wait or choice.is_over
+
+        while not choice.is_over:
+            await generation.follow(take)
+            if choice.is_stopped_early:
+                await generation.finish_early(FinishReason.STOP)
+            if choice.must_wait:
+                await show.caught_up()
+
+
+class _FollowedChoice:
+    """The text of a choice and how far it is followed."""
+
+    def __init__(self, text: ChoiceText, metrics: GatewayMetrics) -> None:
+        self._text = text
+        self._metrics = metrics
+        self._last_event_s: float | None = None
+        self.is_over = False
+        self.is_stopped_early = False  # by a stop string, while its nodes go on
+        self.must_wait = False
+
+    def push(self, event: GenerationEvent) -> ChoicePiece | None:
+        now_s = time.monotonic()
+        if self._last_event_s is not None and event.token_ids:
+            self._metrics.tokens_followed(now_s - self._last_event_s, len(event.token_ids))
+        self._last_event_s = now_s
+        piece = self._text.push(event)
+        if self._text.is_stopped or event.finish_reason is not None:
+            self.is_over = True
+            self.is_stopped_early = event.finish_reason is None
+        return piece
+
+
+@asynccontextmanager
+async def running_choices(
+    plan: GenerationPlan, source: GenerationSource, tokenizer: Tokenizer, metrics: GatewayMetrics
+) -> AsyncIterator[RunningChoices]:
+    """Admit all choices of `plan` or none; whatever still runs at the end is cancelled.
+
+    Raises:
+        AdmissionRefused: one of them is not taken.
+    """
+    async with AsyncExitStack() as stack:
+        generations = []
+        for requests in plan.requests_by_prompt():
+            for generation in await source.start_branches(requests):
+                generations.append(await stack.enter_async_context(generation))
+        yield RunningChoices(plan, generations, tokenizer, metrics)

@@ -1,0 +1,14 @@
+"""A token of a choice as a client sees it, prompt or output."""
+
+from dataclasses import dataclass
+
+from pdserve.control.messages import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token whose text has been shown; `text_offset` counts the characters in front of it."""
+
+    token_id: int
+    text_offset: int
+    logprobs: TokenLogprobs | None

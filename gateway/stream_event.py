@@ -1,0 +1,35 @@
+"""One server-sent event: JSON data, with a name where the protocol has names."""
+
+from dataclasses import dataclass
+
+import orjson
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """`name` is the SSE event type, or None for a plain `data:` event."""
+
+    data: object
+    name: str | None = None
+
+    def encoded(self) -> bytes:
+        """Return the event as it goes over the wire."""
+        head = b"" if self.name is None else b"event: " + self.name.encode() + b"\n"
+        return head + b"data: " + orjson.dumps(self.data) + b"\n\n"
+
+
+class EncodedEvent:
+    """One or more events as they go over the wire."""
+
+    __slots__ = ("_content",)
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def encoded(self) -> bytes:
+        """Return the content."""
+        return self._content
+
+
+AnyEvent = StreamEvent | EncodedEvent
+END_OF_STREAM = EncodedEvent(b"data: [DONE]\n\n")  # OpenAI's mark of a complete stream

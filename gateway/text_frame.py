@@ -1,0 +1,25 @@
+"""An event that a stream sends over and over, with only its text changed: encoded once, around the text."""
+
+import orjson
+
+from pdserve.gateway.stream_event import EncodedEvent, StreamEvent
+
+
+class TextFrame:
+    """Owns the bytes in front of the text and behind it."""
+
+    PLACE = "\0text\0"  # stands for the text in the event that a frame is made of
+
+    def __init__(self, before: bytes, behind: bytes) -> None:
+        self._before = before
+        self._behind = behind
+
+    @classmethod
+    def of(cls, event: StreamEvent) -> "TextFrame":
+        """Return the frame of `event`, which has `TextFrame.PLACE` where its text goes."""
+        before, _, behind = event.encoded().rpartition(orjson.dumps(cls.PLACE))
+        return cls(before, behind)
+
+    def around(self, text: str) -> EncodedEvent:
+        """Return the event with `text`, byte for byte as `StreamEvent` would encode it."""
+        return EncodedEvent(self._before + orjson.dumps(text) + self._behind)

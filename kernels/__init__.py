@@ -1,0 +1,1 @@
+"""Operations on tensors: paged attention, KV store, norms, rope, sampling. Nothing here knows requests."""

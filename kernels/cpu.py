@@ -1,0 +1,333 @@
+"""The compiled CPU kernels: found, chosen for this processor and called through ctypes.
+
+Each function has the result of the torch reference of the same name up to rounding; unlike it, the result of a row
+never depends on the other rows. Built with the package (see pyproject.toml); without a compiler there is none, and
+`load` returns None.
+"""
+
+import ctypes
+import importlib.machinery
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.kernels.attention import AttentionSpan
+from pdserve.kernels.fused_layer import FusedLayer, GatedLayer, Step, Weight
+from pdserve.kernels.packed_weight import PackedInt8Weight, PackedWeight
+from pdserve.kernels.rms_norm import rms_norm
+
+# The best first. What torch says of the processor comes first, so that ATEN_CPU_CAPABILITY rules these kernels, too.
+_BY_CAPABILITY = {"AVX512": ("avx512vnni", "avx512", "avx2", "generic"), "AVX2": ("avx2", "generic")}
+_ROW_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.int8: 2}  # of a KV cache; float32 has kernels of its own
+_POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+
+class CpuKernels:
+    """The kernels of one library, run by `num_threads` threads; `is_int8` says what weights are packed as."""
+
+    has_own_threads = True
+
+    def __init__(self, library: ctypes.CDLL, num_threads: int, *, is_int8: bool = False) -> None:
+        self._library = library
+        self._num_threads = num_threads
+        self._is_int8 = is_int8
+        self.lanes = int(library.pdserve_lanes())
+        self._inputs = int(library.pdserve_inputs())
+        self.description = f"compiled CPU kernels ({self.lanes} lanes, {num_threads} threads)"
+        library.pdserve_share_cores.argtypes = (_INT, _INT64, _INT)
+        _declare(library.pdserve_linear, _POINTER, _INT64, *[_POINTER] * 3, *[_INT64] * 4, _INT)
+        _declare(library.pdserve_int8_linear, _POINTER, _INT64, *[_POINTER] * 4, *[_INT64] * 4, _INT)
+        attention = [
+            _POINTER,
+            _INT64,
+            _POINTER,
+            _INT64,
+            _POINTER,
+            _POINTER,
+            *[_INT64] * 5,
+            _FLOAT,
+            _FLOAT,
+            _INT64,
+            _INT,
+        ]
+        _declare(library.pdserve_attention, *attention)
+        _declare(library.pdserve_rms_norm, *[_POINTER] * 3, _INT64, _INT64, _FLOAT, _INT)
+        _declare(library.pdserve_silu_mul, _POINTER, _POINTER, _INT64, _INT64, _INT)
+        _declare(library.pdserve_layer, _POINTER, _POINTER)
+        rope = [_POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER, _INT64, _POINTER, *[_INT64] * 5, _INT]
+        _declare(library.pdserve_rope_store, *rope)
+        cache = [_INT, _POINTER, *[_INT64] * 4]
+        rows = [*cache, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64, _FLOAT, _FLOAT, _INT64, _INT]
+        _declare(library.pdserve_row_attention, *rows)
+        _declare(library.pdserve_store_rows, *cache, _POINTER, _INT64, _POINTER, _INT64)
+        _declare(library.pdserve_sample, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _INT64, _INT)
+
+    @classmethod
+    def load(cls, num_threads: int, *, is_int8: bool = False) -> "CpuKernels | None":
+        """Return the kernels built for the best instruction set that this processor has, or None."""
+        capability = torch.backends.cpu.get_cpu_capability()
+        for name in _BY_CAPABILITY.get(capability, ("generic",)):
+            for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+                path = Path(__file__).with_name(f"cpu_{name}{suffix}")
+                if path.exists() and runs_here(library := ctypes.CDLL(str(path))):
+                    return cls(library, num_threads, is_int8=is_int8)
+        return None
+
+    def share_cores(self, descriptor: int, size_bytes: int, num_cores: int) -> None:
+        """Use only a part of `num_cores`: divided by how many bytes of a file are 1, looked at for each operation.
+
+        The file has at most 64 bytes and is mapped for the life of the process.
+        """
+        if self._library.pdserve_share_cores(descriptor, size_bytes, num_cores):
+            raise OSError("the file cannot be mapped")
+
+    @property
+    def threads_now(self) -> int:
+        """How many threads the next operation would use."""
+        return int(self._library.pdserve_threads_now(self._num_threads))
+
+    def pack(self, weight: Tensor) -> Weight:  # [out_features, in_features] float32
+        """Lay a weight out for `linear`; the original is not needed any more."""
+        if self._is_int8:
+            return PackedInt8Weight.of(weight, self.lanes, self._inputs)
+        return PackedWeight.of(weight, self.lanes)
+
+    def pack_unrounded(self, weight: Tensor) -> Weight:  # [out_features, in_features] float32
+        """Lay a weight out for `linear` in float32, whatever others are packed as."""
+        return PackedWeight.of(weight, self.lanes)
+
+    def embed(self, token_ids: Tensor, weight: Weight) -> Tensor:  # [num_tokens, hidden_size]
+        """Return rows of the embedding; packed if it is the output head too."""
+        return F.embedding(token_ids, weight).float() if isinstance(weight, Tensor) else weight.rows(token_ids)
+
+    def linear(
+        self,
+        rows: Tensor,  # [num_rows, in_features] float32, unit stride in the last dimension
+        weight: Weight,  # packed
+        bias: Tensor | None,  # [out_features] float32
+    ) -> Tensor:  # [num_rows, out_features]
+        """y = x W^T + bias, each output accumulated over the inputs in order, or exactly in integers."""
+        assert rows.dtype is torch.float32 and rows.stride(1) == 1
+        if isinstance(weight, PackedInt8Weight):
+            return self._int8_linear(rows, weight, bias)
+        assert isinstance(weight, PackedWeight)
+        y = torch.empty(rows.shape[0], weight.out_features)
+        self._library.pdserve_linear(
+            rows.data_ptr(),
+            rows.stride(0),
+            weight.panels.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            weight.out_features,
+            rows.shape[0],
+            weight.out_features,
+            weight.panels.shape[1],
+            self._num_threads,
+        )
+        return y
+
+    def _int8_linear(self, rows: Tensor, weight: PackedInt8Weight, bias: Tensor | None) -> Tensor:
+        y = torch.empty(rows.shape[0], weight.out_features)
+        self._library.pdserve_int8_linear(
+            rows.data_ptr(),
+            rows.stride(0),
+            weight.panels.data_ptr(),
+            weight.scales.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            weight.out_features,
+            rows.shape[0],
+            weight.out_features,
+            weight.in_features,
+            self._num_threads,
+        )
+        return y
+
+    def prepare(self, spans: Sequence[AttentionSpan]) -> "PackedSpans":
+        """Lay the spans of a batch out for `attention`."""
+        return PackedSpans(spans)
+
+    def attention(
+        self,
+        query: Tensor,  # [num_tokens, num_heads, head_dim] float32, heads contiguous
+        kv_blocks: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, row_elements], one layer of the cache
+        spans: "PackedSpans",
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:  # [num_tokens, num_heads, head_dim]
+        """Causal attention that reads the blocks where they lie."""
+        output = torch.empty(query.shape)
+        if kv_blocks.dtype is not torch.float32:
+            self._row_attention(query, kv_blocks, spans, output, (scale, soft_cap or 0.0, window or 0))
+            return output
+        _, _, num_kv_heads, block_size, head_dim = kv_blocks.shape
+        self._library.pdserve_attention(
+            query.data_ptr(),
+            query.stride(0),
+            kv_blocks.data_ptr(),
+            kv_blocks.stride(0),
+            output.data_ptr(),
+            spans.table.data_ptr(),
+            spans.table.shape[0],
+            query.shape[1],
+            num_kv_heads,
+            head_dim,
+            block_size,
+            scale,
+            soft_cap or 0.0,
+            window or 0,
+            self._num_threads,
+        )
+        return output
+
+    def _row_attention(
+        self, query: Tensor, kv_blocks: Tensor, spans: "PackedSpans", output: Tensor, shaping: tuple[float, float, int]
+    ) -> None:
+        self._library.pdserve_row_attention(
+            *_row_cache(kv_blocks, query.shape[2]),
+            query.data_ptr(),
+            query.stride(0),
+            output.data_ptr(),
+            spans.table.data_ptr(),
+            spans.table.shape[0],
+            query.shape[1],
+            *shaping,
+            self._num_threads,
+        )
+
+    def rms_norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """y = weight * x / sqrt(mean(x^2) + eps) for each row x of rows [num_rows, size]."""
+        assert rows.is_contiguous()
+        y = torch.empty_like(rows)
+        num_rows, size = rows.shape
+        self._library.pdserve_rms_norm(
+            rows.data_ptr(), weight.data_ptr(), y.data_ptr(), num_rows, size, eps, self._num_threads
+        )
+        return y
+
+    def norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The same of heads [num_tokens, ..., size] in torch, whose sums are of one row too."""
+        return rms_norm(heads, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:  # [num_rows, 2 * size] -> [num_rows, size]
+        """y = silu(gate) * up, where a row is [gate, up]."""
+        size = gate_up.shape[1] // 2
+        y = torch.empty(gate_up.shape[0], size)
+        self._library.pdserve_silu_mul(gate_up.data_ptr(), y.data_ptr(), gate_up.shape[0], size, self._num_threads)
+        return y
+
+    def rope_store(
+        self,
+        heads: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim] float32; rotated in place
+        rotation: tuple[Tensor, Tensor] | None,  # cosines and sines, each [num_tokens, rotary_dim / 2] float32
+        kv_blocks: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, row_elements], one layer of the cache
+        slot_mapping: Tensor,  # [num_tokens] int64
+    ) -> Tensor:  # [num_tokens, num_heads, head_dim], a view of heads
+        """Rotate queries and keys in place, write keys and values into their slots, return the queries."""
+        _, _, num_kv_heads, block_size, _ = kv_blocks.shape
+        num_heads, head_dim = heads.shape[1] - 2 * num_kv_heads, heads.shape[2]
+        cos, sin = (None, None) if rotation is None else rotation
+        is_float32 = kv_blocks.dtype is torch.float32
+        self._library.pdserve_rope_store(
+            heads.data_ptr(),
+            heads.stride(0),
+            None if cos is None else cos.data_ptr(),
+            None if sin is None else sin.data_ptr(),
+            0 if cos is None else cos.shape[1],
+            kv_blocks.data_ptr(),
+            kv_blocks.stride(0),
+            slot_mapping.data_ptr(),
+            heads.shape[0],
+            num_heads if is_float32 else num_heads + num_kv_heads,
+            num_kv_heads if is_float32 else 0,
+            head_dim,
+            block_size,
+            self._num_threads,
+        )
+        if not is_float32:
+            self._library.pdserve_store_rows(
+                *_row_cache(kv_blocks, head_dim),
+                heads[:, num_heads:].data_ptr(),
+                heads.stride(0),
+                slot_mapping.data_ptr(),
+                heads.shape[0],
+            )
+        return heads[:, :num_heads]
+
+    def fuse(self, layer: GatedLayer) -> FusedLayer | None:
+        """Lay a layer out for `run_layer`; None if it has to be run operation by operation."""
+        return FusedLayer.of(layer)
+
+    def run_layer(
+        self,
+        fused: FusedLayer,
+        hidden: Tensor,  # [num_tokens, hidden_size] float32, changed in place
+        rotation: tuple[Tensor, Tensor] | None,
+        kv_blocks: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim] float32
+        slot_mapping: Tensor,
+        spans: "PackedSpans",
+    ) -> None:
+        """Run a whole layer: the bits of its operations one by one, without their cost in Python."""
+        assert hidden.is_contiguous() and kv_blocks.dtype is torch.float32
+        cos, sin = (None, None) if rotation is None else rotation
+        step = Step(
+            hidden.data_ptr(),
+            None if cos is None else cos.data_ptr(),
+            None if sin is None else sin.data_ptr(),
+            slot_mapping.data_ptr(),
+            spans.table.data_ptr(),
+            kv_blocks.data_ptr(),
+            hidden.shape[0],
+            spans.table.shape[0],
+            0 if cos is None else cos.shape[1],
+            kv_blocks.stride(0),
+            kv_blocks.shape[3],
+            self._num_threads,
+        )
+        self._library.pdserve_layer(ctypes.byref(fused.structure), ctypes.byref(step))
+
+    def sample(
+        self,
+        rows: "ctypes.Array[ctypes.c_char]",
+        num_rows: int,
+        num_ids: int,
+        top_ids: "ctypes.Array[ctypes.c_int64]",
+        top_logprobs: "ctypes.Array[ctypes.c_double]",
+        max_top: int,
+    ) -> None:
+        """Answer rows as `cpu_sampling.h` lays them out, in place; see `CompiledRowSampler`."""
+        self._library.pdserve_sample(rows, num_rows, num_ids, top_ids, top_logprobs, max_top, self._num_threads)
+
+
+class PackedSpans:
+    """The spans of a batch as the kernel reads them; keeps the block tables alive."""
+
+    __slots__ = ("spans", "table")
+
+    def __init__(self, spans: Sequence[AttentionSpan]) -> None:
+        self.spans = spans
+        self.table = torch.tensor(
+            [[s.query_start, s.query_len, s.context_len, s.block_table.data_ptr()] for s in spans], dtype=torch.int64
+        )
+
+
+def runs_here(library: ctypes.CDLL) -> bool:
+    """Return whether this processor has the instructions of a build."""
+    return bool(library.pdserve_runs_here())
+
+
+def _row_cache(kv_blocks: Tensor, head_dim: int) -> tuple[int, ...]:
+    """Return how the kernels for rows other than float32 are told of a layer's cache."""
+    _, _, num_kv_heads, block_size, _ = kv_blocks.shape
+    stride_bytes = kv_blocks.stride(0) * kv_blocks.itemsize
+    return _ROW_FORMATS[kv_blocks.dtype], kv_blocks.data_ptr(), stride_bytes, num_kv_heads, head_dim, block_size
+
+
+def _declare(function: Any, *arguments: type[Any]) -> None:
+    function.argtypes = arguments
+    function.restype = None

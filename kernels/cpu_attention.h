@@ -1,0 +1,338 @@
+// Attention. The context is cut into partitions of kPartition tokens at absolute positions; each partition has its own
+// softmax, and partitions are merged in order. So the result for a token depends neither on the chunk in which it was
+// computed nor on the tile of tokens that shared the work.
+
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "cpu_threads.h"
+#include "cpu_vectors.h"
+
+namespace {
+
+constexpr int64_t kPartition = 256;
+constexpr int64_t kMaxQueryTile = 32;
+
+struct Attention {
+  const float* query;  // [num_tokens, num_heads, head_dim], tokens `query_stride` apart
+  int64_t query_stride;
+  const float* kv;  // the cache of one layer: [num_blocks, 2, num_kv_heads, block_size, head_dim]
+  int64_t block_stride;  // floats from one block to the next
+  float* output;         // [num_tokens, num_heads, head_dim], contiguous
+  int64_t num_heads, num_kv_heads, head_dim, block_size;
+  float scale, soft_cap;  // soft_cap 0: none
+  int64_t window;         // 0: none
+};
+
+struct Span {
+  int64_t query_start, query_len, context_len;
+  const int64_t* block_table;
+};
+
+inline const float* key_row(const Attention& a, const Span& span, int64_t kv_head, int64_t position) {
+  const float* block = a.kv + span.block_table[position / a.block_size] * a.block_stride;
+  return block + (kv_head * a.block_size + position % a.block_size) * a.head_dim;
+}
+
+inline int64_t first_visible(const Attention& a, int64_t position) {
+  return a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
+}
+
+// Query heads of up to kMaxQueryTile tokens that share a KV head. Keys are turned once for all of them, so that a
+// vector holds one dimension of kLanes keys and a score is one chain of multiply-adds over the dimensions in order; an
+// output is one chain over the positions. A position that a row does not see has the weight 0, which changes no sum.
+class QueryTile {
+ public:
+  QueryTile(const Attention& a, const Span& span, int64_t kv_head, int64_t token, int64_t num_tokens)
+      : a_(a), span_(span), kv_head_(kv_head), token_(token), num_tokens_(num_tokens), group_(a.num_heads / a.num_kv_heads) {}
+
+  int64_t first_partition() const { return first_visible(a_, position(0)) / kPartition; }
+  int64_t end_partition() const { return position(num_tokens_ - 1) / kPartition + 1; }
+
+  // Floats of the result of one partition: for each row its values, its highest score and the sum of its weights.
+  int64_t result_size() const { return num_rows() * (a_.head_dim + 2); }
+
+  void attend() {
+    thread_local std::vector<float> own;
+    own.resize(2 * result_size());
+    float* merged = own.data();
+    start(merged);
+    for (int64_t partition = first_partition(); partition < end_partition(); partition++) {
+      compute(partition, own.data() + result_size());
+      merge(own.data() + result_size(), merged);
+    }
+    finish(merged);
+  }
+
+  void start(float* merged) const {
+    std::fill(merged, merged + result_size(), 0.0f);
+    std::fill(highest(merged), highest(merged) + num_rows(), -INFINITY);
+  }
+
+  // Attends to the positions of one partition.
+  void compute(int64_t partition, float* result) {
+    thread_local std::vector<float> scratch;
+    thread_local std::vector<Run> runs;
+    const size_t size = kKeyVectors * kLanes * a_.head_dim + num_rows() * kPartition;
+    if (scratch.size() < size) scratch.resize(size);
+    keys_ = scratch.data();
+    scores_ = keys_ + kKeyVectors * kLanes * a_.head_dim;
+    const int64_t start = partition * kPartition;
+    const int64_t first = std::max(start, first_visible(a_, position(0)));
+    const int64_t end = std::min(start + kPartition, position(num_tokens_ - 1) + 1);
+    find_runs(first, end, runs);
+    score_all(start, first, end);
+    for (int64_t row = 0; row < num_rows(); row++) soften(row, start, first, end, result);
+    weigh_all(first - start, runs, result);
+  }
+
+  // Adds the result of one partition to what the rows have so far.
+  void merge(const float* result, float* merged) const {
+    for (int64_t row = 0; row < num_rows(); row++) {
+      const float here = highest(result)[row];
+      if (here == -INFINITY) continue;
+      float& before = highest(merged)[row];
+      const float maximum = std::max(before, here);
+      const float keep = before == -INFINITY ? 0.0f : exp_nonpositive(before - maximum);
+      const float add = exp_nonpositive(here - maximum);
+      const float* values = result + row * a_.head_dim;
+      float* sums = merged + row * a_.head_dim;
+      for (int64_t d = 0; d < a_.head_dim; d++) sums[d] = fma(sums[d], keep, values[d] * add);
+      totals(merged)[row] = fma(totals(merged)[row], keep, totals(result)[row] * add);
+      before = maximum;
+    }
+  }
+
+  void finish(const float* merged) const {
+    for (int64_t row = 0; row < num_rows(); row++) {
+      const int64_t token = span_.query_start + token_ + row / group_, head = kv_head_ * group_ + row % group_;
+      float* output = a_.output + (token * a_.num_heads + head) * a_.head_dim;
+      const float total = totals(merged)[row];
+      for (int64_t d = 0; d < a_.head_dim; d++) output[d] = merged[row * a_.head_dim + d] / total;
+    }
+  }
+
+ private:
+  struct Run {  // positions whose rows lie one after another
+    const float* keys;
+    int64_t count;
+  };
+
+  int64_t num_rows() const { return num_tokens_ * group_; }
+  int64_t position(int64_t i) const { return span_.context_len - span_.query_len + token_ + i; }
+  float* highest(float* result) const { return result + num_rows() * a_.head_dim; }
+  const float* highest(const float* result) const { return result + num_rows() * a_.head_dim; }
+  float* totals(float* result) const { return highest(result) + num_rows(); }
+  const float* totals(const float* result) const { return highest(result) + num_rows(); }
+
+  const float* query(int64_t row) const {
+    const int64_t token = span_.query_start + token_ + row / group_, head = kv_head_ * group_ + row % group_;
+    return a_.query + token * a_.query_stride + head * a_.head_dim;
+  }
+
+  void find_runs(int64_t first, int64_t end, std::vector<Run>& runs) const {
+    runs.clear();
+    while (first < end) {
+      const int64_t count = std::min(a_.block_size - first % a_.block_size, end - first);
+      runs.push_back(Run{key_row(a_, span_, kv_head_, first), count});
+      first += count;
+    }
+  }
+
+  void score_all(int64_t start, int64_t first, int64_t end) {
+    constexpr int64_t kKeys = kKeyVectors * kLanes;
+    for (int64_t p = start + (first - start) / kKeys * kKeys; p < end; p += kKeys) {
+      for (int64_t v = 0; v < kKeyVectors && p + v * kLanes < end; v++) turn_keys(p + v * kLanes, end, v);
+      int64_t row = 0;
+      for (; row + kTileRows <= num_rows(); row += kTileRows) score<kTileRows>(row, p - start);
+      switch (num_rows() - row) {
+        case 1: score<1>(row, p - start); break;
+        case 2: score<2>(row, p - start); break;
+        case 3: score<3>(row, p - start); break;
+        case 4: score<4>(row, p - start); break;
+        case 5: score<5>(row, p - start); break;
+        default: break;
+      }
+    }
+  }
+
+  // keys_[d][v] = dimension d of the kLanes keys from position p on; beyond the end, the last key again.
+  void turn_keys(int64_t p, int64_t end, int64_t v) {
+    const float* rows[kLanes];
+    int64_t block = p / a_.block_size, offset = p % a_.block_size;
+    for (int64_t i = 0; i < kLanes; i++) {
+      if (p + i >= end) {
+        rows[i] = rows[i - 1];
+        continue;
+      }
+      rows[i] = a_.kv + span_.block_table[block] * a_.block_stride + (kv_head_ * a_.block_size + offset) * a_.head_dim;
+      if (++offset == a_.block_size) offset = 0, block++;
+    }
+    float* turned = keys_ + v * kLanes;
+    int64_t d = 0;
+    for (; d + kLanes <= a_.head_dim; d += kLanes) {
+      Vec square[kLanes];
+      for (int i = 0; i < kLanes; i++) square[i] = load(rows[i] + d);
+      transpose(square);
+      for (int i = 0; i < kLanes; i++) store(turned + (d + i) * kKeyVectors * kLanes, square[i]);
+    }
+    for (; d < a_.head_dim; d++)
+      for (int64_t i = 0; i < kLanes; i++) turned[d * kKeyVectors * kLanes + i] = rows[i][d];
+  }
+
+  // Scores of kRows rows against the turned keys: independent chains, so that the multipliers are kept busy.
+  template <int kRows>
+  void score(int64_t row, int64_t offset) {
+    const float* queries[kRows];
+    Vec sums[kRows][kKeyVectors];
+    for (int r = 0; r < kRows; r++) {
+      queries[r] = query(row + r);
+      for (int v = 0; v < kKeyVectors; v++) sums[r][v] = Vec{};
+    }
+    for (int64_t d = 0; d < a_.head_dim; d++) {
+      Vec keys[kKeyVectors];
+      for (int v = 0; v < kKeyVectors; v++) keys[v] = load(keys_ + (d * kKeyVectors + v) * kLanes);
+      for (int r = 0; r < kRows; r++) {
+        const Vec value = splat(queries[r][d]);
+        for (int v = 0; v < kKeyVectors; v++) sums[r][v] = fma(value, keys[v], sums[r][v]);
+      }
+    }
+    for (int r = 0; r < kRows; r++)
+      for (int v = 0; v < kKeyVectors; v++) {
+        Vec sum = sums[r][v] * splat(a_.scale);
+        if (a_.soft_cap > 0)
+          for (int i = 0; i < kLanes; i++) sum[i] = a_.soft_cap * std::tanh(sum[i] / a_.soft_cap);
+        store(scores_ + (row + r) * kPartition + offset + v * kLanes, sum);
+      }
+  }
+
+  // Scores become weights exp(score - highest); those of positions that the row does not see, 0.
+  void soften(int64_t row, int64_t start, int64_t tile_first, int64_t tile_end, float* result) {
+    float* scores = scores_ + row * kPartition;
+    const int64_t last = position(row / group_);
+    const int64_t first = std::clamp(first_visible(a_, last), tile_first, tile_end) - start;
+    const int64_t end = std::clamp(last + 1, tile_first, tile_end) - start, all = tile_end - start;
+    const int64_t begin = (tile_first - start) / kLanes * kLanes;
+    const int64_t padded = (all + kLanes - 1) / kLanes * kLanes;
+    std::fill(scores + begin, scores + std::max(begin, std::min(first, padded)), -INFINITY);
+    std::fill(scores + std::max(begin, end), scores + padded, -INFINITY);
+    Vec highs = splat(-INFINITY);
+    for (int64_t i = begin; i < padded; i += kLanes) {
+      const Vec score = load(scores + i);
+      highs = score > highs ? score : highs;
+    }
+    float high = -INFINITY;
+    for (int i = 0; i < kLanes; i++) high = std::max(high, highs[i]);
+    Vec sums = {};
+    for (int64_t i = begin; i < padded; i += kLanes) {
+      const Vec score = load(scores + i);
+      const Vec weights = score == splat(-INFINITY) ? Vec{} : exp_nonpositive(score - splat(high));
+      store(scores + i, weights);
+      sums += weights;
+    }
+    highest(result)[row] = high;
+    totals(result)[row] = sum_lanes(sums);
+  }
+
+  void weigh_all(int64_t offset, const std::vector<Run>& runs, float* result) const {
+    int64_t row = 0;
+    for (; row + kTileRows <= num_rows(); row += kTileRows) weigh_rows<kTileRows>(row, offset, runs, result);
+    switch (num_rows() - row) {
+      case 1: return weigh_rows<1>(row, offset, runs, result);
+      case 2: return weigh_rows<2>(row, offset, runs, result);
+      case 3: return weigh_rows<3>(row, offset, runs, result);
+      case 4: return weigh_rows<4>(row, offset, runs, result);
+      case 5: return weigh_rows<5>(row, offset, runs, result);
+      default: return;
+    }
+  }
+
+  template <int kRows>
+  void weigh_rows(int64_t row, int64_t offset, const std::vector<Run>& runs, float* result) const {
+    int64_t d = 0;
+    for (; d + kValueVectors * kLanes <= a_.head_dim; d += kValueVectors * kLanes)
+      weigh<kRows, kValueVectors>(row, d, offset, runs, result);
+    for (; d + kLanes <= a_.head_dim; d += kLanes) weigh<kRows, 1>(row, d, offset, runs, result);
+    for (; d < a_.head_dim; d++)
+      for (int r = 0; r < kRows; r++) {
+        const float* weight = scores_ + (row + r) * kPartition + offset;
+        float sum = 0;
+        for (const Run& run : runs) {
+          const float* values = run.keys + a_.num_kv_heads * a_.block_size * a_.head_dim + d;
+          for (int64_t i = 0; i < run.count; i++) sum = fma(*weight++, values[i * a_.head_dim], sum);
+        }
+        result[(row + r) * a_.head_dim + d] = sum;
+      }
+  }
+
+  template <int kRows, int kVectors>
+  void weigh(int64_t row, int64_t d, int64_t offset, const std::vector<Run>& runs, float* result) const {
+    Vec sums[kRows][kVectors];
+    for (int r = 0; r < kRows; r++)
+      for (int v = 0; v < kVectors; v++) sums[r][v] = Vec{};
+    const float* weights = scores_ + row * kPartition + offset;
+    for (const Run& run : runs) {
+      const float* values = run.keys + a_.num_kv_heads * a_.block_size * a_.head_dim + d;
+      for (int64_t i = 0; i < run.count; i++, values += a_.head_dim, weights++) {
+        Vec value[kVectors];
+        for (int v = 0; v < kVectors; v++) value[v] = load(values + v * kLanes);
+        for (int r = 0; r < kRows; r++) {
+          const Vec weight = splat(weights[r * kPartition]);
+          for (int v = 0; v < kVectors; v++) sums[r][v] = fma(weight, value[v], sums[r][v]);
+        }
+      }
+    }
+    for (int r = 0; r < kRows; r++)
+      for (int v = 0; v < kVectors; v++) store(result + (row + r) * a_.head_dim + d + v * kLanes, sums[r][v]);
+  }
+
+  // A tile of kTileRows rows fills the registers: 24 sums of 32, or 12 of 16.
+  static constexpr int kTileRows = 6, kKeyVectors = kAccumulators / kTileRows, kValueVectors = kKeyVectors;
+
+  const Attention& a_;
+  const Span& span_;
+  const int64_t kv_head_, token_, num_tokens_, group_;
+  float *keys_ = nullptr, *scores_ = nullptr;
+};
+
+// Tiles of tokens and KV heads are independent. Where they are too few to share among the threads, as for one
+// sequence that decodes, their partitions are computed apart and merged in the same order: the same bits.
+void attend(const Attention& a, const std::vector<Span>& spans, int num_threads) {
+  std::vector<QueryTile> tiles;
+  for (const Span& span : spans)
+    for (int64_t token = 0; token < span.query_len; token += kMaxQueryTile)
+      for (int64_t head = 0; head < a.num_kv_heads; head++)
+        tiles.emplace_back(a, span, head, token, std::min(kMaxQueryTile, span.query_len - token));
+  if (num_threads == 1 || int64_t(tiles.size()) >= 8 * num_threads) {
+    parallel(tiles.size(), num_threads, [&](int64_t i) { tiles[i].attend(); });
+    return;
+  }
+  struct Part {
+    int64_t tile, partition, place;
+  };
+  std::vector<Part> parts;
+  int64_t size = 0;
+  for (int64_t tile = 0; tile < int64_t(tiles.size()); tile++)
+    for (int64_t p = tiles[tile].first_partition(); p < tiles[tile].end_partition(); p++) {
+      parts.push_back(Part{tile, p, size});
+      size += tiles[tile].result_size();
+    }
+  std::vector<float> results(size);
+  parallel(parts.size(), num_threads, [&](int64_t i) {
+    QueryTile tile = tiles[parts[i].tile];
+    tile.compute(parts[i].partition, results.data() + parts[i].place);
+  });
+  std::vector<float> merged;
+  for (size_t i = 0; i < parts.size();) {
+    const QueryTile& tile = tiles[parts[i].tile];
+    merged.resize(tile.result_size());
+    tile.start(merged.data());
+    for (const int64_t which = parts[i].tile; i < parts.size() && parts[i].tile == which; i++)
+      tile.merge(results.data() + parts[i].place, merged.data());
+    tile.finish(merged.data());
+  }
+}
+
+}  // namespace

@@ -1,0 +1,70 @@
+"""Compiled sampling (`cpu_sampling.h`) for all rows of a batch in one call, on the threads of the other kernels."""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.cpu import CpuKernels
+from pdserve.kernels.sampling import SEED_MASK, RowAnswer, RowRequest, RowSampler, sample_rows
+
+_ROW = Struct("=qqdddqQQqqd")  # SamplingRow
+_ANSWER = Struct("=qd")  # its last two fields
+_SAMPLE, _NOT_FINITE = -1, -2
+
+
+class CompiledRowSampler:
+    """A `RowSampler` with the results of the reference."""
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        self._kernels = kernels
+
+    def __call__(self, logits: Tensor, requests: Sequence[RowRequest]) -> list[RowAnswer]:
+        """Answer each row of `logits` [num_rows, num_ids] float32."""
+        assert logits.dtype is torch.float32 and logits.stride(1) == 1 and logits.shape[0] == len(requests)
+        size, stride, first = logits.shape[1], logits.stride(0) * logits.itemsize, logits.data_ptr()
+        rows = bytearray(_ROW.size * len(requests))
+        for index, request in enumerate(requests):
+            allowed = request.allowed
+            assert allowed is None or (allowed.dtype is torch.float32 and allowed.is_contiguous())
+            _ROW.pack_into(
+                rows,
+                _ROW.size * index,
+                first + index * stride,
+                first + index * stride if allowed is None else allowed.data_ptr(),
+                request.temperature,
+                request.top_p,
+                request.min_p,
+                request.top_k,
+                request.seed & SEED_MASK,
+                request.position,
+                -1 if request.num_top is None else min(request.num_top, size),
+                _SAMPLE if request.token_id is None else request.token_id,
+                0.0,
+            )
+        max_top = max((min(request.num_top or 0, size) for request in requests), default=0)
+        ids = (ctypes.c_int64 * (max_top * len(requests)))()
+        logprobs = (ctypes.c_double * (max_top * len(requests)))()
+        self._kernels.sample((ctypes.c_char * len(rows)).from_buffer(rows), len(requests), size, ids, logprobs, max_top)
+        answers = []
+        for index, request in enumerate(requests):
+            token_id, logprob = _ANSWER.unpack_from(rows, _ROW.size * (index + 1) - _ANSWER.size)
+            if token_id < 0:
+                answers.append(RowAnswer(None, is_finite=token_id != _NOT_FINITE))
+            elif request.num_top is None:
+                answers.append(RowAnswer(token_id))
+            else:
+                start = max_top * index
+                own = slice(start, start + min(request.num_top, size))
+                answers.append(RowAnswer(token_id, logprob, tuple(zip(ids[own], logprobs[own], strict=True))))
+        return answers
+
+
+def choose_row_sampler(num_threads: int | None, *, use_cpu_kernels: bool) -> RowSampler:
+    """Return the compiled sampler where it is built, else the reference; None: as many threads as there are cores."""
+    threads = num_threads or len(os.sched_getaffinity(0))
+    kernels = CpuKernels.load(threads) if use_cpu_kernels else None
+    return sample_rows if kernels is None else CompiledRowSampler(kernels)

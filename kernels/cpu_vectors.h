@@ -1,0 +1,142 @@
+// Vectors of floats as GCC/Clang vector extensions; the build gives the instruction set (see pyproject.toml).
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kAccumulators = 24;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int kLanes = 8, kAccumulators = 12;
+#else
+constexpr int kLanes = 4, kAccumulators = 12;
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef float VecUnaligned __attribute__((vector_size(kLanes * 4), aligned(4)));
+typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
+
+inline Vec load(const float* p) { return *reinterpret_cast<const VecUnaligned*>(p); }
+inline void store(float* p, Vec v) { *reinterpret_cast<VecUnaligned*>(p) = v; }
+inline Vec splat(float s) { return s - Vec{}; }
+
+// The first `count` of kLanes floats; the rest is 0, and left alone in memory.
+inline Vec load_some(const float* p, int64_t count) {
+  if (count == kLanes) return load(p);
+  Vec v = {};
+  std::memcpy(&v, p, count * sizeof(float));
+  return v;
+}
+inline void store_some(float* p, Vec v, int64_t count) {
+  if (count == kLanes) return store(p, v);
+  std::memcpy(p, &v, count * sizeof(float));
+}
+
+// Scratch that grows and is kept; it begins with a line of the cache, so that threads that write columns of it apart
+// share no line.
+class Floats {
+ public:
+  float* grown(int64_t size) {
+    if (int64_t(floats_.size()) < size + 16) floats_.resize(size + 16);
+    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(floats_.data()) + 63) / 64 * 64);
+  }
+
+ private:
+  std::vector<float> floats_;
+};
+
+// a * b + c, with one rounding where the processor can; never left to the compiler's choice.
+inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline float fma(float a, float b, float c) {
+#if defined(__FMA__)
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// Lanes added pairwise in a fixed tree.
+inline float sum_lanes(Vec v) {
+  float lanes[kLanes];
+  std::memcpy(lanes, &v, sizeof v);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+// Swaps lane j of row i with lane i of row j: log2(kLanes) rounds in which pairs of rows exchange halves.
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define PDSERVE_SHUFFLES 1
+#endif
+#endif
+
+#if defined(PDSERVE_SHUFFLES)
+template <int kHalf, int... kLane>
+inline void exchange(Vec& upper, Vec& lower, std::integer_sequence<int, kLane...>) {
+  const Vec first = __builtin_shufflevector(upper, lower, ((kLane & kHalf) ? kLane - kHalf + kLanes : kLane)...);
+  lower = __builtin_shufflevector(upper, lower, ((kLane & kHalf) ? kLane + kLanes : kLane + kHalf)...);
+  upper = first;
+}
+
+template <int kHalf>
+inline void exchange_all(Vec* rows) {
+  for (int i = 0; i < kLanes; i++)
+    if (!(i & kHalf)) exchange<kHalf>(rows[i], rows[i + kHalf], std::make_integer_sequence<int, kLanes>());
+}
+
+inline void transpose(Vec* rows) {
+  exchange_all<1>(rows);
+  exchange_all<2>(rows);
+  if constexpr (kLanes >= 8) exchange_all<4>(rows);
+  if constexpr (kLanes >= 16) exchange_all<8>(rows);
+}
+#else
+inline void transpose(Vec* rows) {
+  for (int i = 0; i < kLanes; i++)
+    for (int j = 0; j < i; j++) {
+      const float kept = rows[i][j];
+      rows[i][j] = rows[j][i], rows[j][i] = kept;
+    }
+}
+#endif
+
+// exp(x) for x <= 0: 2^n * p(r) with |r| <= ln(2)/2 and a degree-6 polynomial, relative error below 2e-7.
+inline Vec exp_nonpositive(Vec x) {
+  x = x < splat(-87.0f) ? splat(-87.0f) : x;
+  Vec scaled = fma(x, splat(1.44269504f), splat(12582912.0f));  // rounds to an integer in the low bits
+  Vec n = scaled - splat(12582912.0f);
+  Vec r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  Vec p = splat(1.0f / 720);
+  p = fma(p, r, splat(1.0f / 120));
+  p = fma(p, r, splat(1.0f / 24));
+  p = fma(p, r, splat(1.0f / 6));
+  p = fma(p, r, splat(0.5f));
+  p = fma(p, r, splat(1.0f));
+  p = fma(p, r, splat(1.0f));
+  IntVec bits = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  return p * (Vec)bits;
+}
+
+inline float exp_nonpositive(float x) { return exp_nonpositive(splat(x))[0]; }
+
+}  // namespace

@@ -1,0 +1,104 @@
+"""A decoder layer that the compiled kernels run in one call: what it is made of, and how it is handed over."""
+
+import ctypes
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pdserve.kernels.int8_linear import Int8Weight
+from pdserve.kernels.packed_weight import PackedInt8Weight, PackedWeight
+
+Weight = Tensor | PackedWeight | PackedInt8Weight | Int8Weight  # [out_features, in_features], as its operations want it
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """y = x weight^T + bias."""
+
+    weight: Weight
+    bias: Tensor | None  # [out_features]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedLayer:
+    """x += r attention(rms_norm(x)); x += r down(silu(gate) * up of rms_norm(x)), with r the residual multiplier."""
+
+    input_norm: Tensor  # [hidden_size] float32
+    mlp_norm: Tensor  # [hidden_size] float32
+    qkv: Projection
+    output: Projection
+    up: Projection  # gate and up stacked
+    down: Projection
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    eps: float
+    scale: float
+    soft_cap: float | None
+    residual: float
+
+
+class _Int8Weight(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("panels", "scales", "bias")),
+        *((name, ctypes.c_int64) for name in ("num_outputs", "num_inputs")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm")),
+        *((name, _Int8Weight) for name in ("qkv", "output", "up", "down")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "window")),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "soft_cap", "residual")),
+    )
+
+
+class Step(ctypes.Structure):
+    """The rows of one step and one layer's cache, as addresses; whoever fills it keeps the tensors alive."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("hidden", "cos", "sin", "slots", "spans", "kv")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_tokens", "num_spans", "half", "block_stride", "block_size", "num_threads")
+        ),
+    )
+
+
+class FusedLayer:
+    """A layer laid out for the kernels; keeps its tensors alive."""
+
+    __slots__ = ("layer", "structure")
+
+    def __init__(self, layer: GatedLayer) -> None:
+        self.layer = layer
+        self.structure = _Layer(
+            layer.input_norm.data_ptr(),
+            layer.mlp_norm.data_ptr(),
+            *(_int8_weight(each) for each in (layer.qkv, layer.output, layer.up, layer.down)),
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            layer.window or 0,
+            layer.eps,
+            layer.scale,
+            layer.soft_cap or 0.0,
+            layer.residual,
+        )
+
+    @classmethod
+    def of(cls, layer: GatedLayer) -> "FusedLayer | None":
+        """Return the layer, or None if its weights are not of 8 bits."""
+        parts = (layer.qkv, layer.output, layer.up, layer.down)
+        return cls(layer) if all(isinstance(part.weight, PackedInt8Weight) for part in parts) else None
+
+
+def _int8_weight(projection: Projection) -> _Int8Weight:
+    weight = projection.weight
+    assert isinstance(weight, PackedInt8Weight)
+    bias = None if projection.bias is None else projection.bias.data_ptr()
+    return _Int8Weight(
+        weight.panels.data_ptr(), weight.scales.data_ptr(), bias, weight.out_features, weight.in_features
+    )

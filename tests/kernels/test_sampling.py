@@ -1,0 +1,169 @@
+"""Compiled sampling against the torch reference, for every build that runs here."""
+
+import importlib.machinery
+from collections.abc import Iterator
+from ctypes import CDLL
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve.kernels import cpu
+from pdserve.kernels.cpu import CpuKernels, runs_here
+from pdserve.kernels.cpu_sampling import CompiledRowSampler
+from pdserve.kernels.sampling import RowRequest, RowSampler, exponential_noise, sample_rows
+
+_SIZES = (1, 7, 63, 64, 65, 1000, 3001)
+_RANDOM = (
+    {},
+    {"temperature": 0.01},
+    {"temperature": 2.0},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 60},
+    {"top_k": 2999},
+    {"top_k": 10_000},
+    {"top_p": 0.01},
+    {"top_p": 0.9},
+    {"top_p": 0.9999, "temperature": 2.0},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_k": 40, "top_p": 0.8},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.05},
+    {"top_p": 0.95, "min_p": 0.01},
+)
+
+
+def _builds() -> Iterator[str]:
+    for name in ("avx512vnni", "avx512", "avx2", "generic"):
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+            if Path(cpu.__file__).with_name(f"cpu_{name}{suffix}").exists():
+                yield f"cpu_{name}{suffix}"
+
+
+@pytest.fixture(scope="module", params=list(_builds()) or [None])
+def compiled(request: pytest.FixtureRequest) -> RowSampler:
+    if request.param is None:
+        pytest.skip("the CPU kernels are not built here")
+    library = CDLL(str(Path(cpu.__file__).with_name(request.param)))
+    if not runs_here(library):
+        pytest.skip("this processor has not the instructions of this build")
+    return CompiledRowSampler(CpuKernels(library, num_threads=2))
+
+
+def _logits(num_rows: int, size: int, scale: float = 4.0) -> torch.Tensor:
+    return torch.randn(num_rows, size, generator=torch.Generator().manual_seed(size)) * scale
+
+
+@pytest.mark.parametrize("size", _SIZES)
+def test_tokens_are_those_of_the_reference(compiled: RowSampler, size: int) -> None:
+    requests = [RowRequest()]
+    for index, fields in enumerate(_RANDOM):
+        requests += [
+            replace(RowRequest(temperature=0.9, seed=-3 + index, position=place), **fields) for place in range(4)
+        ]
+    logits = _logits(len(requests), size)
+
+    assert compiled(logits, requests) == sample_rows(logits, requests)
+
+
+def test_thousands_of_draws_are_those_of_the_reference(compiled: RowSampler) -> None:
+    """A flat and a steep row: few and many candidates for the largest score."""
+    for scale in (0.1, 3.0):
+        logits = _logits(1, 500, scale).expand(1500, -1)
+        requests = [RowRequest(temperature=1.0, seed=2**63 - 1, position=place) for place in range(1500)]
+
+        ours, theirs = compiled(logits, requests), sample_rows(logits, requests)
+
+        assert [answer.token_id for answer in ours] == [answer.token_id for answer in theirs]
+        assert len({answer.token_id for answer in ours}) > 30
+
+
+def test_noise_is_that_of_numpy(compiled: RowSampler) -> None:
+    """Of equal logits the least noise wins."""
+    for seed, position in ((0, 0), (-1, 5), (2**63 - 1, 2**31), (-(2**63), 1)):
+        request = RowRequest(temperature=1.0, seed=seed, position=position)
+
+        [answer] = compiled(torch.zeros(1, 4099), [request])
+
+        assert answer.token_id == int(exponential_noise(seed, position, 4099).argmin())
+
+
+@pytest.mark.parametrize("size", _SIZES)
+def test_logprobs_are_those_of_the_reference(compiled: RowSampler, size: int) -> None:
+    requests = [
+        RowRequest(num_top=count, token_id=given) for count in (0, 1, 5, 20, 4000) for given in (None, size // 2)
+    ]
+    logits = _logits(len(requests), size)
+
+    for ours, theirs in zip(compiled(logits, requests), sample_rows(logits, requests), strict=True):
+        assert ours.token_id == theirs.token_id
+        assert [token_id for token_id, _ in ours.top_logprobs] == [token_id for token_id, _ in theirs.top_logprobs]
+        np.testing.assert_allclose(
+            [ours.logprob, *(logprob for _, logprob in ours.top_logprobs)],
+            [theirs.logprob, *(logprob for _, logprob in theirs.top_logprobs)],
+            rtol=1.3e-7,
+            atol=1e-12,
+        )
+
+
+def test_equal_logits_are_in_the_order_of_their_ids(compiled: RowSampler) -> None:
+    logits = torch.zeros(1, 300)
+    requests = [
+        RowRequest(num_top=20),
+        RowRequest(temperature=1.0, top_k=3, seed=4, num_top=2),
+        RowRequest(temperature=1.0, top_p=0.05, seed=4),
+    ]
+
+    answers = compiled(logits.expand(3, -1), requests)
+
+    assert answers == sample_rows(logits.expand(3, -1), requests)
+    assert [token_id for token_id, _ in answers[0].top_logprobs] == list(range(20))
+    assert answers[0].token_id == 0
+    assert answers[1].token_id is not None and answers[1].token_id < 3
+    assert answers[2].token_id is not None and answers[2].token_id < 15
+
+
+def test_what_is_forbidden_is_never_sampled_and_logprobs_stay_the_models(compiled: RowSampler) -> None:
+    logits = _logits(1, 1000)
+    allowed = logits[0].clone()
+    allowed[torch.arange(1000) % 7 != 3] = -torch.inf
+    for fields in _RANDOM:
+        requests = [
+            replace(RowRequest(temperature=1.5, position=place, allowed=allowed), **fields) for place in range(9)
+        ]
+        requests = [replace(each, num_top=2) for each in requests]
+
+        answers = compiled(logits.expand(9, -1), requests)
+
+        assert all(answer.token_id is not None and answer.token_id % 7 == 3 for answer in answers)
+        assert answers == sample_rows(logits.expand(9, -1), requests)
+        assert {answer.top_logprobs[0][0] for answer in answers} == {int(logits.argmax())}
+
+
+def test_rows_without_an_answer_say_why(compiled: RowSampler) -> None:
+    """What is wrong with one row is not seen in another."""
+    logits = _logits(6, 200)
+    logits[1, 7], logits[2, 199], logits[3, 0] = torch.nan, torch.inf, -torch.inf
+    nothing = torch.full((200,), -torch.inf)
+    requests = [RowRequest(temperature=1.0) for _ in range(5)] + [RowRequest(temperature=1.0, allowed=nothing)]
+
+    answers = compiled(logits, requests)
+
+    assert [answer.token_id is None for answer in answers] == [False, True, True, True, False, True]
+    assert [answer.is_finite for answer in answers] == [True, False, False, False, True, True]
+    assert answers == sample_rows(logits, requests)
+
+
+def test_a_row_is_answered_alike_alone_and_among_others_however_it_lies(compiled: RowSampler) -> None:
+    requests = [replace(RowRequest(temperature=1.1, seed=9, num_top=3), **fields) for fields in _RANDOM]
+    padded = _logits(len(requests), 1300)
+    logits = padded[:, :1234]  # rows that are not next to each other
+
+    together = compiled(logits, requests)
+
+    for index, request in enumerate(requests):
+        assert compiled(logits[index : index + 1].clone(), [request]) == [together[index]]
+    assert compiled(logits[:0], []) == []

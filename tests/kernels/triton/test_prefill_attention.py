@@ -1,0 +1,75 @@
+"""Paged attention of prompt chunks against the torch reference."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.kernels.attention import paged_attention
+from pdserve.kernels.triton.prefill_attention import PrefillBatch, prefill_attention
+
+MakeInputs = Callable[..., Any]
+
+_MIXED = ((1, 1), (1, 17), (5, 5), (7, 40), (33, 33), (16, 48))
+_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+_SHAPES = {
+    "head-dim-40-int8": {"head_dim": 40, "heads_per_kv_head": 9, "block_size": 8, "kv_dtype": torch.int8},
+    "head-dim-64": {"head_dim": 64, "heads_per_kv_head": 8, "block_size": 13},
+    "head-dim-80-float16": {"head_dim": 80, "heads_per_kv_head": 7, "dtype": torch.float16},
+    "head-dim-96-bfloat16": {"head_dim": 96, "heads_per_kv_head": 6, "block_size": 32, "dtype": torch.bfloat16},
+    "head-dim-128": {"head_dim": 128, "heads_per_kv_head": 5, "block_size": 64},
+    "head-dim-256-float16": {"head_dim": 256, "heads_per_kv_head": 4, "block_size": 128, "dtype": torch.float16},
+    "three-heads-fp8-float16": {
+        "heads_per_kv_head": 3, "kv_dtype": torch.float8_e4m3fn, "dtype": torch.float16
+    },
+    "two-heads-int8-float16": {"heads_per_kv_head": 2, "kv_dtype": torch.int8, "dtype": torch.float16},
+    "one-head": {"heads_per_kv_head": 1, "num_kv_heads": 3},
+}  # fmt: skip
+_RULES = ((None, None), (9, None), (20, 2.0))
+
+
+def _batch(inputs: Any, rows: slice = slice(None)) -> PrefillBatch:
+    spans = inputs.spans[rows]
+    group = inputs.query.shape[1] // inputs.kv_blocks.shape[2]
+    start = spans[0].query_start
+    sequences = [(span.query_start - start, span.query_len, span.context_len) for span in spans]
+    return PrefillBatch.of(inputs.block_tables[rows], sequences, group, inputs.query.dtype)
+
+
+@pytest.mark.parametrize("name", list(_SHAPES))
+def test_equals_the_reference(make_inputs: MakeInputs, name: str) -> None:
+    inputs = make_inputs(sequences=_MIXED, **{"num_kv_heads": 1, **_SHAPES[name]})
+    window, soft_cap = _RULES[list(_SHAPES).index(name) % len(_RULES)]
+
+    output = prefill_attention(inputs.query, inputs.kv_blocks, _batch(inputs), 0.3, window, soft_cap)
+
+    expected = paged_attention(inputs.query, inputs.kv_blocks, inputs.spans, 0.3, window, soft_cap)
+    torch.testing.assert_close(output, expected, atol=_TOLERANCE[output.dtype], rtol=0)
+
+
+def test_a_chunk_after_a_long_prefix(make_inputs: MakeInputs) -> None:
+    inputs = make_inputs(sequences=((20, 2100),), num_kv_heads=1, heads_per_kv_head=1, dtype=torch.float16)
+
+    output = prefill_attention(inputs.query, inputs.kv_blocks, _batch(inputs), 0.3)
+
+    expected = paged_attention(inputs.query, inputs.kv_blocks, inputs.spans, 0.3)
+    torch.testing.assert_close(output, expected, atol=3e-3, rtol=0)
+
+
+def test_a_sequence_has_the_same_bits_alone(make_inputs: MakeInputs) -> None:
+    inputs = make_inputs(sequences=_MIXED, num_kv_heads=1, heads_per_kv_head=3)
+
+    together = prefill_attention(inputs.query, inputs.kv_blocks, _batch(inputs), 0.3)
+
+    for index, span in enumerate(inputs.spans):
+        rows = slice(span.query_start, span.query_start + span.query_len)
+        alone = _batch(inputs, slice(index, index + 1))
+        assert torch.equal(prefill_attention(inputs.query[rows], inputs.kv_blocks, alone, 0.3), together[rows])
+
+
+def test_empty_batch(make_inputs: MakeInputs) -> None:
+    inputs = make_inputs(sequences=((1, 5),))
+    nothing = PrefillBatch.of(inputs.block_tables[:0], [], 2, torch.float32)
+
+    assert prefill_attention(inputs.query[:0], inputs.kv_blocks, nothing, 0.3).shape == (0, 4, 64)

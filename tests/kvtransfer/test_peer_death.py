@@ -1,0 +1,73 @@
+"""Real processes that are killed or stopped in the middle of a transfer."""
+
+import asyncio
+import signal
+
+import pytest
+
+from pdserve.kvtransfer import PeerAddress, PeerLost, ReceiverConfig, SenderConfig, TransferError
+
+
+async def test_a_killed_sender_is_released_at_once_and_others_go_on(pair, process):  # C144
+    address = [pair.receiver.endpoint, "decode-0", "d1"]
+    await pair.sender.offer(pair.peer, "survivor", pair.hashes(10), 10, 30.0)
+    async with process(pair.layout, peer=address, num_transfers=20, incarnation="p9") as (child, words):
+        assert words == {"granted": 20}
+        assert pair.receiver.counts().open >= 20
+
+        child.send_signal(signal.SIGKILL)
+
+        async with asyncio.timeout(8):  # the lease is 10 s
+            for number in range(20):
+                await pair.sink.wait_ended(f"t{number}")
+    assert {pair.sink.released[f"t{number}"] for number in range(20)} == {"peer_lost"}
+
+
+async def test_a_stopped_sender_is_released_within_the_lease(make_pair, process):
+    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.6))
+    address = [pair.receiver.endpoint, "decode-0", "d1"]
+    async with process(pair.layout, peer=address, num_transfers=3) as (child, _):
+        child.send_signal(signal.SIGSTOP)
+
+        await asyncio.wait_for(pair.receiver.idle(), 1.5)
+
+    assert set(pair.sink.released) == {"t0", "t1", "t2"}
+
+
+async def test_a_killed_receiver_is_learned_at_once_and_its_successor_is_served(pair, process):
+    async with process(pair.layout, incarnation="d1") as (child, words):
+        peer = PeerAddress(words["endpoint"], "decode-0", "d1")
+        transfers = [await pair.offer(f"t{number}", peer=peer, deadline_s=60.0) for number in range(4)]
+        for transfer in transfers:
+            await transfer.granted()
+            await transfer.send_blocks(pair.blocks()[:1])
+
+        child.send_signal(signal.SIGKILL)
+
+        async with asyncio.timeout(8):  # the lease is 10 s
+            for transfer in transfers:
+                assert isinstance(await transfer.closed(), PeerLost)
+        with pytest.raises(PeerLost):
+            await transfers[0].send_blocks(pair.blocks()[1:])
+        with pytest.raises(TransferError):
+            await pair.offer("t9", peer=peer)
+        assert pair.sender.counts().open == 0
+        assert pair.sender.counts().failures["peer_lost"] == 4
+    async with process(pair.layout, incarnation="d2") as (_, words):
+        transfer = await pair.offer("t1", peer=PeerAddress(words["endpoint"], "decode-0", "d2"))
+        await transfer.send_blocks(pair.blocks())
+        await transfer.finish(b"")
+
+
+async def test_a_stopped_receiver_is_lost_after_the_lease_and_holds_up_nobody(make_pair, process):
+    pair = await make_pair(sender_config=SenderConfig(lease_s=0.6))
+    async with process(pair.layout, incarnation="d1") as (child, words):
+        stopped = await pair.offer("stopped", peer=PeerAddress(words["endpoint"], "decode-0", "d1"))
+        await stopped.granted()
+
+        child.send_signal(signal.SIGSTOP)
+
+        other = await pair.offer("other")
+        await other.send_blocks(pair.blocks())
+        await other.finish(b"")
+        assert isinstance(await asyncio.wait_for(stopped.closed(), 1.5), PeerLost)

@@ -1,0 +1,73 @@
+"""The conservation law: whatever is cancelled whenever, everything held is given back and nothing is left in Redis."""
+
+import asyncio
+import contextlib
+import random
+from typing import Any
+
+import aiohttp
+import pytest
+import redis
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+_NUM_REQUESTS = 200
+_CONCURRENCY = 24
+
+
+async def test_two_hundred_requests_half_of_them_cancelled(start_cluster: Any, demo_model_dir: Any) -> None:
+    cluster = start_cluster(demo_model_dir, 1, 1, ("--num-blocks", "120"))
+    chance = random.Random(7)
+    plans = [_plan(chance, is_cancelled=number % 2 == 0) for number in range(_NUM_REQUESTS)]
+    limit = asyncio.Semaphore(_CONCURRENCY)
+    async with aiohttp.ClientSession(cluster.url) as session:
+        outcomes = await asyncio.gather(*(_send(session, limit, body, cut_s) for body, cut_s in plans))
+
+    await asyncio.to_thread(cluster.wait_idle, 20)
+    status = cluster.status()
+
+    for (_, cut_s), outcome in zip(plans, outcomes, strict=True):
+        assert outcome == "answered" or (cut_s is not None and outcome == "cut"), outcome
+    assert sum(status["requests"][name] for name in ("finished", "failed", "cancelled")) == _NUM_REQUESTS
+    assert status["requests"]["failed"] == 0
+    for name in ("queued", "prefilling", "transferring", "decoding"):
+        assert status["requests"][name] == 0
+    for node in status["nodes"]:
+        blocks = node["blocks"]
+        assert blocks["free"] + blocks["cached"] == blocks["total"] == 120
+    _assert_every_key_expires(cluster)
+
+
+def _plan(chance: random.Random, is_cancelled: bool) -> tuple[dict[str, Any], float | None]:
+    body = {
+        "model": "test",
+        "prompt": [chance.randrange(1000, 20000) for _ in range(chance.choice([1, 15, 16, 17, 80, 200]))],
+        "max_tokens": chance.choice([1, 2, 8, 24]),
+        "stream": chance.random() < 0.7,
+        "ignore_eos": True,
+    }
+    return body, chance.uniform(0.0, 2.0) if is_cancelled else None
+
+
+async def _send(
+    session: aiohttp.ClientSession, limit: asyncio.Semaphore, body: dict[str, Any], cut_s: float | None
+) -> str:
+    """Send one request and hang up after `cut_s`, if it has not been answered by then."""
+    async with limit:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(cut_s):
+                async with session.post("/v1/completions", json=body) as reply:
+                    text = await reply.text()
+                    is_whole = text.rstrip().endswith("[DONE]") if body["stream"] else "choices" in text
+                    return "answered" if reply.status == 200 and is_whole else f"{reply.status} {text[-300:]}"
+        return "cut"
+
+
+def _assert_every_key_expires(cluster: Any) -> None:
+    client = redis.Redis.from_url(cluster.redis.url, decode_responses=True)
+    try:
+        keys = list(client.scan_iter("*"))
+        assert keys
+        assert [key for key in keys if client.pttl(key) < 0] == []
+    finally:
+        client.close()
