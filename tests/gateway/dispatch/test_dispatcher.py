@@ -254,7 +254,9 @@ async def test_a_gateway_that_stood_still_does_not_take_its_nodes_for_lost(clust
             token_ids: tuple[int, ...] = ()
             while len(token_ids) < 3:
                 token_ids += (await anext(generation)).token_ids
+            decode.load = dataclasses.replace(decode.load, running=7)
             time.sleep(2 * cluster.pool_config.silence_s)  # noqa: ASYNC251 - the whole event loop stands still
+            await cluster.until(lambda: any(view.load and view.load.running == 7 for view in cluster.pool.views()))
             go_on.set()
             async for event in generation:
                 token_ids += event.token_ids
