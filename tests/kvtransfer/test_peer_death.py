@@ -24,7 +24,7 @@ async def test_a_killed_sender_is_released_at_once_and_others_go_on(pair, proces
 
 
 async def test_a_stopped_sender_is_released_within_the_lease(make_pair, process):
-    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.6))
+    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=1.0))
     address = [pair.receiver.endpoint, "decode-0", "d1"]
     async with process(pair.layout, peer=address, num_transfers=3) as (child, _):
         child.send_signal(signal.SIGSTOP)
@@ -60,7 +60,7 @@ async def test_a_killed_receiver_is_learned_at_once_and_its_successor_is_served(
 
 
 async def test_a_stopped_receiver_is_lost_after_the_lease_and_holds_up_nobody(make_pair, process):
-    pair = await make_pair(sender_config=SenderConfig(lease_s=0.6))
+    pair = await make_pair(sender_config=SenderConfig(lease_s=1.0))
     async with process(pair.layout, incarnation="d1") as (child, words):
         stopped = await pair.offer("stopped", peer=PeerAddress(words["endpoint"], "decode-0", "d1"))
         await stopped.granted()

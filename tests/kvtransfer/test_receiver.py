@@ -314,10 +314,10 @@ async def test_a_closed_connection_releases_at_once(pair, connect):
 
 
 async def test_a_living_process_may_not_be_silent_for_ever(make_pair, connect):
-    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.1, max_silence_s=0.6))
+    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.4, max_silence_s=4.0))
     async with connect(pair) as raw:
         await raw.granted()
-        await asyncio.sleep(0.3)  # three leases: the process answers, so nothing has happened
+        await asyncio.sleep(1.2)  # three leases: the process answers, so nothing has happened
         assert pair.receiver.counts().open == 1
         await asyncio.wait_for(pair.receiver.idle(), 30)
     assert pair.sink.released == {"t1": "lease_expired"}

@@ -436,11 +436,11 @@ async def test_a_restarted_sender_supersedes_its_old_connection(make_pair):
 
 
 async def test_leases_are_renewed_while_both_live(make_pair):
-    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.3), sender_config=SenderConfig(lease_s=5.0))
+    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.6), sender_config=SenderConfig(lease_s=5.0))
     pair.sink.may_reserve.clear()
     transfer = await pair.offer()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(transfer.closed(), 1.0)
+        await asyncio.wait_for(transfer.closed(), 2.0)
 
     pair.sink.may_reserve.set()
     await transfer.send_blocks(pair.blocks())
@@ -448,12 +448,12 @@ async def test_leases_are_renewed_while_both_live(make_pair):
 
 
 async def test_a_process_that_stalls_longer_than_the_lease_does_not_lose_its_peer(make_pair):
-    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.3))
+    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.6))
     transfer = await pair.offer()
     await transfer.granted()
 
     for _ in range(2):
-        time.sleep(0.5)  # noqa: ASYNC251 - the whole event loop stands still, as under a long call into native code
+        time.sleep(1.0)  # noqa: ASYNC251 - the whole event loop stands still, as under a long call into native code
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(transfer.closed(), 0.2)
 
