@@ -177,7 +177,7 @@ class Cluster:
         self.pool_config = PoolConfig(poll_s=0.05, ping_s=0.05, silence_s=0.5, reconnect_s=0.1, forget_s=0.5)
 
     async def __aenter__(self) -> "Cluster":
-        self.redis = connect(self._redis_url)
+        self.redis = connect(self._redis_url, timeout_s=30.0)
         keyspace = Keyspace("test")
         self.registry = NodeRegistry(self.redis, keyspace, lease_s=2.0)
         self.store = RequestStore(self.redis, keyspace)
