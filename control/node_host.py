@@ -227,8 +227,12 @@ class NodeHost:
     async def _watch_gateways(self) -> None:
         lease_s = self._limits.gateway_lease_s
         while True:
+            before = time.monotonic()
             await asyncio.sleep(lease_s / 4)
-            deadline = time.monotonic() - lease_s
+            now = time.monotonic()
+            if now - before > lease_s * 3 / 4:
+                continue  # this process was stalled: read what gateways said before judging them
+            deadline = now - lease_s
             for peer in [peer for peer, heard_at in self._heard_at.items() if heard_at < deadline]:
                 del self._heard_at[peer]
                 self._end_gateway(peer)

@@ -23,7 +23,7 @@ from pdserve.control.errors import RedisUnavailable
 # A script that begins with this has Redis' own clock, in milliseconds, as `now`.
 LUA_NOW_MS = "local t = redis.call('TIME'); local now = t[1] * 1000 + math.floor(t[2] / 1000)\n"
 
-_SOCKET_TIMEOUT_S = 2.0
+_TIMEOUT_S = 2.0
 _TURN_TIMEOUTS = 3  # calls that wait for their turn may take so many times longer
 _HEALTH_CHECK_S = 10
 _MAX_CONNECTIONS = 32
@@ -123,7 +123,7 @@ class RedisConnection:
             raise asyncio.CancelledError
 
 
-def connect(url: str, timeout_s: float = 2.0) -> RedisConnection:
+def connect(url: str, timeout_s: float = _TIMEOUT_S) -> RedisConnection:
     """Return a connection for `url`; nothing is sent yet. `timeout_s` bounds each later call once it has its turn.
 
     Forms: `redis://`, `rediss://`, `unix://` with ACL user and database as redis-py reads them, and
@@ -136,29 +136,29 @@ def connect(url: str, timeout_s: float = 2.0) -> RedisConnection:
     """
     scheme = url.partition("://")[0]
     if scheme in _SENTINEL_SCHEMES:
-        client, sentinels = _sentinel_clients(url)
+        client, sentinels = _sentinel_clients(url, timeout_s)
         return RedisConnection(client, timeout_s, sentinels)
     if scheme not in _SCHEMES:
         known = ", ".join(f"{name}://" for name in (*_SCHEMES, *_SENTINEL_SCHEMES))
         raise ValueError(f"a Redis URL begins with one of {known}")
-    return RedisConnection(cast(_Client, Redis.from_url(url, **_options())), timeout_s)
+    return RedisConnection(cast(_Client, Redis.from_url(url, **_options(timeout_s))), timeout_s)
 
 
-def _options() -> dict[str, Any]:
+def _options(timeout_s: float) -> dict[str, Any]:
     # One retry, and only of a connection that turned out dead (an idle one after a restart). A timeout is not
     # retried: the caller's second is over. Every script here gives the same result when it is run twice.
     retry = Retry(ExponentialBackoff(cap=0.2, base=0.02), 1, supported_errors=(RedisConnectionError,))
     return {
         "decode_responses": True,
-        "socket_timeout": _SOCKET_TIMEOUT_S,
-        "socket_connect_timeout": _SOCKET_TIMEOUT_S,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
         "health_check_interval": _HEALTH_CHECK_S,
         "max_connections": _MAX_CONNECTIONS,
         "retry": retry,
     }
 
 
-def _sentinel_clients(url: str) -> tuple[_Client, tuple[_Client, ...]]:
+def _sentinel_clients(url: str, timeout_s: float) -> tuple[_Client, tuple[_Client, ...]]:
     parts = urlsplit(url)
     credentials, _, hosts = parts.netloc.rpartition("@")
     service, _, database = parts.path.strip("/").partition("/")
@@ -169,8 +169,8 @@ def _sentinel_clients(url: str) -> tuple[_Client, tuple[_Client, ...]]:
     tls = {name: query[name] for name in _TLS_OPTIONS if name in query}
     has_tls, sentinels_have_tls = parts.scheme.startswith("rediss"), query.get("sentinel_ssl") == "true"
     sentinel_kwargs: dict[str, Any] = {
-        "socket_timeout": _SOCKET_TIMEOUT_S / 2,
-        "socket_connect_timeout": _SOCKET_TIMEOUT_S / 2,
+        "socket_timeout": timeout_s / 2,
+        "socket_connect_timeout": timeout_s / 2,
         "retry": Retry(NoBackoff(), 0),  # the next Sentinel of the list is the retry
         "username": query.get("sentinel_username"),
         "password": query.get("sentinel_password"),
@@ -180,7 +180,7 @@ def _sentinel_clients(url: str) -> tuple[_Client, tuple[_Client, ...]]:
     sentinel = Sentinel(  # type: ignore[no-untyped-call]  # redis-py leaves it without annotations
         [_host_and_port(host) for host in hosts.split(",")],
         sentinel_kwargs=sentinel_kwargs,
-        **_options(),
+        **_options(timeout_s),
         ssl=has_tls,
         **(tls if has_tls else {}),
         db=int(database or 0),

@@ -157,8 +157,12 @@ class NodeLink:
             except ChannelLost as error:
                 return str(error)
             sequence += 1
+            before = time.monotonic()
             await asyncio.sleep(self._config.ping_s)
-            silence_s = time.monotonic() - self._heard_at
+            now = time.monotonic()
+            if now - before > self._config.ping_s + self._config.silence_s / 2:
+                continue  # this process was stalled: read what the node said before judging it
+            silence_s = now - self._heard_at
             if silence_s > self._config.silence_s:
                 return f"it has been silent for {silence_s:.1f} s"
             load = self.load

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -260,6 +261,16 @@ async def test_the_tasks_of_a_silent_gateway_are_cancelled_those_of_a_speaking_o
 
         assert await speaking.held() == ("waits-speaking",)
         assert await silent.held() == ()  # it may come back
+
+
+async def test_a_node_that_stood_still_does_not_take_its_gateways_for_silent(context: zmq.asyncio.Context) -> None:
+    async with _serving(context, gateway_lease_s=0.4) as node:
+        gateway = node.gateway()
+        await gateway.ask(_task("waits"))
+
+        for _ in range(3):
+            time.sleep(0.8)  # noqa: ASYNC251 - the whole event loop stands still, as under a long native call
+            assert await gateway.held() == ("waits",)
 
 
 async def test_a_draining_node_refuses_what_is_new_and_waits_for_what_runs(context: zmq.asyncio.Context) -> None:

@@ -23,12 +23,13 @@ NODE = NodeInfo(
     num_blocks=64,
     version="0.1.0",
 )
+LEASE_S = 1.5  # what a busy machine may hold up a test for
 SUCCESSOR = dataclasses.replace(NODE, incarnation="two")
 
 
 @pytest.fixture
 def registry(redis: RedisConnection, keyspace: Keyspace) -> NodeRegistry:
-    return NodeRegistry(redis, keyspace, lease_s=0.4)
+    return NodeRegistry(redis, keyspace, lease_s=LEASE_S)
 
 
 async def _until_listed(registry: NodeRegistry, expected: set[str]) -> None:
@@ -54,7 +55,7 @@ async def test_a_registered_node_is_listed_as_it_is(registry: NodeRegistry) -> N
     (listed,) = await registry.list()
 
     assert listed.info == NODE
-    assert 0 <= listed.lease_age_s < 0.4
+    assert 0 <= listed.lease_age_s < LEASE_S
 
 
 async def test_a_lease_that_is_not_renewed_ends(registry: NodeRegistry) -> None:
@@ -94,7 +95,7 @@ async def test_every_key_has_a_ttl(registry: NodeRegistry, redis: RedisConnectio
     keys = await redis.call("KEYS", "*")
 
     assert len(keys) == 2
-    assert all([0 < await redis.call("PTTL", key) <= 4000 for key in keys])
+    assert all([0 < await redis.call("PTTL", key) <= 10_000 * LEASE_S for key in keys])
 
 
 async def test_a_node_of_another_version_does_not_hide_the_others(
@@ -107,12 +108,15 @@ async def test_a_node_of_another_version_does_not_hide_the_others(
     assert [node.info for node in await registry.list()] == [NODE]
 
 
-async def test_the_keeper_registers_renews_and_releases(registry: NodeRegistry) -> None:
-    keeper = LeaseKeeper(registry, NODE)
+async def test_the_keeper_registers_renews_and_releases(redis: RedisConnection, keyspace: Keyspace) -> None:
+    registry = NodeRegistry(redis, keyspace, lease_s=4.0)
+    renewed_at = set()
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(keeper.run(), name="lease")
-        await _until_listed(registry, {"one"})
-        await asyncio.sleep(2 * registry.lease_s)
+        running = tasks.create_task(LeaseKeeper(registry, NODE).run(), name="lease")
+        async with asyncio.timeout(30):
+            while len(renewed_at) < 3:
+                renewed_at |= {score for _, score in await redis.call("ZRANGE", keyspace.nodes, 0, -1, "WITHSCORES")}
+                await asyncio.sleep(0.02)
         still_there = await registry.list()
         running.cancel()
 
@@ -143,7 +147,7 @@ async def test_the_keeper_gives_up_on_an_id_that_stays_taken(registry: NodeRegis
 
 async def test_an_emptied_redis_heals_by_itself(own_redis, keyspace: Keyspace) -> None:
     redis = connect(own_redis.url)
-    registry = NodeRegistry(redis, keyspace, lease_s=0.4)
+    registry = NodeRegistry(redis, keyspace, lease_s=LEASE_S)
     keeper = LeaseKeeper(registry, NODE)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(keeper.run(), name="lease")

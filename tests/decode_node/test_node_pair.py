@@ -114,7 +114,8 @@ async def _pair(
     decode_keys: CurveKeys | None = None,
     prefill_options: dict[str, Any] | None = None,
     wire_dtype: str = "auto",
-    room_timeout_s: float = 1.0,
+    offer_timeout_s: float = 4.0,  # some tests end one side only: the other waits for so long
+    room_timeout_s: float = 30.0,
     **decode_options: Any,
 ) -> AsyncIterator[Pair]:
     context = zmq.asyncio.Context()
@@ -126,7 +127,7 @@ async def _pair(
             EngineThread.start(_engine(tiny_model, **decode_options)) as decode,
         ):
             config = DecodeNodeConfig(
-                node=_NODE, engine=_config(tiny_model), offer_timeout_s=1.0, room_timeout_s=room_timeout_s
+                node=_NODE, engine=_config(tiny_model), offer_timeout_s=offer_timeout_s, room_timeout_s=room_timeout_s
             )
             decoder = DecodeWorker(decode, config)
             identity = {"node_id": "node", "incarnation": "first"}
@@ -456,22 +457,24 @@ async def test_request_that_bans_every_token_is_told_so(pair: Pair) -> None:
     await pair.wait_nothing_held()
 
 
-async def test_task_whose_offer_never_comes_fails_and_frees_its_slots(pair: Pair) -> None:
-    pair.to_decode.send(DecodeTask(_task("a"), "t"))
+async def test_task_whose_offer_never_comes_fails_and_frees_its_slots(tiny_model: Any) -> None:
+    async with _pair(tiny_model, offer_timeout_s=0.5) as pair:
+        pair.to_decode.send(DecodeTask(_task("a"), "t"))
 
-    failed: TaskFailed = await _first_of(pair.to_decode, TaskFailed, "a")
+        failed: TaskFailed = await _first_of(pair.to_decode, TaskFailed, "a")
 
-    assert (failed.code, failed.retryable) == ("transfer_failed", True)
-    await pair.wait_nothing_held()
+        assert (failed.code, failed.retryable) == ("transfer_failed", True)
+        await pair.wait_nothing_held()
 
 
-async def test_offer_whose_task_never_comes_is_refused_and_frees_the_prompt(pair: Pair) -> None:
-    pair.to_prefill.send(pair.prefill_task(_task("a"), "t"))
+async def test_offer_whose_task_never_comes_is_refused_and_frees_the_prompt(tiny_model: Any) -> None:
+    async with _pair(tiny_model, offer_timeout_s=0.5) as pair:
+        pair.to_prefill.send(pair.prefill_task(_task("a"), "t"))
 
-    failed: TaskFailed = await _first_of(pair.to_prefill, TaskFailed, "a")
+        failed: TaskFailed = await _first_of(pair.to_prefill, TaskFailed, "a")
 
-    assert (failed.code, failed.retryable) == ("transfer_failed", True)
-    await pair.wait_nothing_held()
+        assert (failed.code, failed.retryable) == ("transfer_failed", True)
+        await pair.wait_nothing_held()
 
 
 async def test_offer_for_another_prompt_is_refused(pair: Pair) -> None:
@@ -572,7 +575,7 @@ async def test_nodes_that_do_not_share_a_key_fail_the_transfer_at_once(tiny_mode
     async with _pair(tiny_model, *keys) as pair:
         pair.to_prefill.send(pair.prefill_task(_task("a"), "t"))
 
-        failed: TaskFailed = await asyncio.wait_for(_first_of(pair.to_prefill, TaskFailed, "a"), 8)
+        failed: TaskFailed = await asyncio.wait_for(_first_of(pair.to_prefill, TaskFailed, "a"), 30)
 
         assert failed.code == "transfer_failed" and "keys" in failed.message
         await pair.wait_nothing_held()

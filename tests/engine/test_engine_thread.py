@@ -135,7 +135,7 @@ async def test_end_does_not_wait_for_a_long_step(tiny_model: Any) -> None:
 
 async def test_waiting_too_long_ends_although_no_step_can_be_taken(tiny_model: Any) -> None:
     """Nothing is computed and no command comes: the thread wakes up by itself."""
-    async with _thread(tiny_model, num_blocks=6, max_waiting_s=0.2) as thread:
+    async with _thread(tiny_model, num_blocks=6, max_waiting_s=1.0) as thread:
         landing = SequenceSpec("a", tuple(range(5, 24)), _SHORT)
         async with thread.importing(landing) as (first,):
             await first.granted

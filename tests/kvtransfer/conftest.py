@@ -86,7 +86,7 @@ class MemorySink:
         self._busy.discard(transfer_id)
         await self._tell()
 
-    async def wait_ended(self, transfer_id, timeout_s=5.0):
+    async def wait_ended(self, transfer_id, timeout_s=30.0):
         async with asyncio.timeout(timeout_s), self.ended:
             await self.ended.wait_for(lambda: transfer_id in self.committed or transfer_id in self.released)
 

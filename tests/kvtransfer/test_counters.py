@@ -71,7 +71,7 @@ async def test_each_peer_is_counted_by_itself_on_both_ends(pair, make_sink, refu
     assert received["prefill-0"].blocks_refused == 3
     for counts in (sent["decode-0"], pair.receiver.counts()):
         for latency in (counts.offer_to_grant, counts.first_block, counts.tail):
-            assert latency.num_observed == 1 and 0 < latency.sum_s < 5
+            assert latency.num_observed == 1 and latency.sum_s > 0
 
 
 async def test_a_receiver_that_stops_answering_is_told_apart_from_one_that_closes(pair, process):
@@ -84,11 +84,11 @@ async def test_a_receiver_that_stops_answering_is_told_apart_from_one_that_close
 
                 child.send_signal(number)
 
-                error = await asyncio.wait_for(transfer.closed(), 8)
+                error = await asyncio.wait_for(transfer.closed(), 30)
                 assert isinstance(error, PeerLost) and error.code == code
                 assert sender.counts().failures == {code: 1}
 
 
 def _sender_with_short_lease(pair):
-    config = SenderConfig(lease_s=0.4)
+    config = SenderConfig(lease_s=1.0)
     return BlockSender(pair.context, node_id="prefill-0", incarnation="p1", layout=pair.layout, config=config)

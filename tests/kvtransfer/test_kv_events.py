@@ -61,7 +61,7 @@ async def test_events_arrive_in_order_under_consecutive_sequence_numbers(publish
         publisher.publish([STORED, BlockRemoved((b"c" * 32,), "cpu")])
         publisher.publish([AllBlocksCleared()])
 
-        first, second = [await asyncio.wait_for(subscriber.recv_multipart(), 5) for _ in range(2)]
+        first, second = [await asyncio.wait_for(subscriber.recv_multipart(), 30) for _ in range(2)]
     assert [message[0] for message in (first, second)] == [b"kv@node"] * 2
     assert [int.from_bytes(message[1], "big") for message in (first, second)] == [last + 1, last + 2]
     assert msgpack.unpackb(first[2]) == [
@@ -176,7 +176,7 @@ async def test_nobody_listens_in_without_a_key(context):
 
             publisher.publish([STORED])
 
-            assert (await asyncio.wait_for(friend.recv_multipart(), 5))[0] == b""
+            assert (await asyncio.wait_for(friend.recv_multipart(), 30))[0] == b""
             assert not await stranger.poll(100)
 
 

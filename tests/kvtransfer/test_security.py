@@ -25,7 +25,7 @@ from pdserve.kvtransfer.sockets import is_local
 def configs(receiver_keys, sender_keys):
     return {
         "receiver_config": ReceiverConfig(curve=receiver_keys),
-        "sender_config": SenderConfig(curve=sender_keys, handshake_timeout_s=2.0),
+        "sender_config": SenderConfig(curve=sender_keys, handshake_timeout_s=30.0),
     }
 
 
@@ -176,7 +176,7 @@ async def test_ends_that_do_not_share_the_key_learn_at_once_what_may_be_wrong(ma
     pair = await make_pair(**configs(*keys))
 
     with pytest.raises(TransferError, match="keys"):
-        await asyncio.wait_for(pair.offer(), 8)
+        await asyncio.wait_for(pair.offer(), 30)
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])

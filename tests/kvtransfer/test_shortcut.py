@@ -48,11 +48,11 @@ async def test_a_killed_receiver_leaves_no_shortcut_behind(pair, process):
 
 
 async def test_a_stopped_sender_is_noticed_on_tcp_too(make_pair, process):
-    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.6))
+    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=1.0))
     address = [pair.receiver.endpoint, "decode-0", "d1"]
     async with process(pair.layout, peer=address, num_transfers=2, uses_shortcuts=False) as (child, _):
         child.send_signal(signal.SIGSTOP)
-        await pair.sink.wait_ended("t1", timeout_s=2.0)
+        await pair.sink.wait_ended("t1")
     assert pair.sink.released["t1"] == "lease_expired"
 
 

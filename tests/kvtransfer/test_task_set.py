@@ -24,7 +24,7 @@ async def test_a_failure_is_seen_by_who_watches():
     tasks.spawn(fail(), name="fails")
 
     with pytest.raises(RuntimeError) as caught:
-        await asyncio.wait_for(tasks.watch(), 8)
+        await asyncio.wait_for(tasks.watch(), 30)
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -42,10 +42,10 @@ async def test_a_task_that_does_not_end_does_not_hold_up_the_close():
     task = tasks.spawn(stubborn(), name="stubborn")
     await asyncio.sleep(0)
 
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(30):
         await tasks.close(0.05)
 
     assert not task.done()
     release.set()
-    await asyncio.wait({task}, timeout=1)
+    await asyncio.wait({task}, timeout=30)
     assert task.done()

@@ -300,10 +300,10 @@ async def test_a_failed_commit_is_an_abort_without_release(pair):
 
 
 async def test_the_deadline_ends_both_ends(pair):
-    transfer = await pair.offer(deadline_s=0.2)
+    transfer = await pair.offer(deadline_s=1.5)
     await transfer.granted()
 
-    error = await asyncio.wait_for(transfer.closed(), 8)
+    error = await asyncio.wait_for(transfer.closed(), 30)
 
     assert isinstance(error, TransferTimeout)
     await _settled(pair)
@@ -312,7 +312,7 @@ async def test_the_deadline_ends_both_ends(pair):
 
 async def test_a_write_that_hangs_ends_at_the_deadline(pair):
     pair.sink.may_land.clear()
-    transfer = await pair.offer(deadline_s=0.3)
+    transfer = await pair.offer(deadline_s=1.5)
     await transfer.send_blocks(pair.blocks())
 
     with pytest.raises(TransferTimeout):
@@ -340,7 +340,7 @@ async def test_a_receiver_of_another_incarnation_is_not_talked_to(pair):
 
 
 async def test_nobody_at_the_endpoint_is_learned_at_once(pair):
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(30):
         with pytest.raises(PeerLost):
             await pair.offer(peer=PeerAddress("tcp://127.0.0.1:1", "decode-0", "d1"))
     await pair.offer()
@@ -410,7 +410,7 @@ async def test_closing_the_receiver_ends_transfers_on_both_ends(context, make_pa
     transfer = await pair.offer("t1")
     await transfer.granted()
 
-    async with asyncio.timeout(2.5):
+    async with asyncio.timeout(30):
         await pair.close()
 
     assert isinstance(await transfer.closed(), TransferError)
@@ -436,11 +436,11 @@ async def test_a_restarted_sender_supersedes_its_old_connection(make_pair):
 
 
 async def test_leases_are_renewed_while_both_live(make_pair):
-    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.3), sender_config=SenderConfig(lease_s=5.0))
+    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.6), sender_config=SenderConfig(lease_s=5.0))
     pair.sink.may_reserve.clear()
     transfer = await pair.offer()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(transfer.closed(), 1.0)
+        await asyncio.wait_for(transfer.closed(), 2.0)
 
     pair.sink.may_reserve.set()
     await transfer.send_blocks(pair.blocks())
@@ -448,12 +448,12 @@ async def test_leases_are_renewed_while_both_live(make_pair):
 
 
 async def test_a_process_that_stalls_longer_than_the_lease_does_not_lose_its_peer(make_pair):
-    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.3))
+    pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.6))
     transfer = await pair.offer()
     await transfer.granted()
 
     for _ in range(2):
-        time.sleep(0.5)  # noqa: ASYNC251 - the whole event loop stands still, as under a long call into native code
+        time.sleep(1.0)  # noqa: ASYNC251 - the whole event loop stands still, as under a long call into native code
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(transfer.closed(), 0.2)
 

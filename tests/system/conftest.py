@@ -114,7 +114,7 @@ class Cluster:
                 raise AssertionError(f"not within {timeout_s:g} s: {what}\n{logs}")
             time.sleep(_POLL_S)
 
-    def wait_idle(self, timeout_s: float = 15.0) -> None:
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Wait until no node holds anything for a request (what its prefix tree remembers aside)."""
         self.wait_until(lambda: not self._held(), "nothing held", timeout_s)
 

@@ -78,7 +78,7 @@ def _take(answer: Reply, event: dict[str, Any]) -> None:
             answer.finish_reasons.append(choice["finish_reason"])
 
 
-async def _idle(cluster: Any, timeout_s: float = 20.0) -> None:
+async def _idle(cluster: Any, timeout_s: float = 60.0) -> None:
     await asyncio.to_thread(cluster.wait_idle, timeout_s)
 
 

@@ -154,7 +154,7 @@ class ScriptedNode:
         return [message.attempt_id for message in self.heard if isinstance(message, CancelTask)]
 
     async def until_heard(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not condition():
                 self.heard_more.clear()
                 await self.heard_more.wait()
@@ -173,11 +173,11 @@ class Cluster:
         self._redis_url = redis_url
         self._context = context
         self._running: dict[str, asyncio.Task[None]] = {}
-        self.dispatch_config = DispatchConfig(migration_wait_s=1.0, gap_timeout_s=0.3)
-        self.pool_config = PoolConfig(poll_s=0.05, ping_s=0.05, silence_s=0.5, reconnect_s=0.1, forget_s=0.2)
+        self.dispatch_config = DispatchConfig(migration_wait_s=30.0, gap_timeout_s=30.0)
+        self.pool_config = PoolConfig(poll_s=0.05, ping_s=0.05, silence_s=0.5, reconnect_s=0.1, forget_s=0.5)
 
     async def __aenter__(self) -> "Cluster":
-        self.redis = connect(self._redis_url)
+        self.redis = connect(self._redis_url, timeout_s=30.0)
         keyspace = Keyspace("test")
         self.registry = NodeRegistry(self.redis, keyspace, lease_s=2.0)
         self.store = RequestStore(self.redis, keyspace)
@@ -241,7 +241,7 @@ class Cluster:
         await asyncio.wait((loop,))
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not condition():
                 await self.pool.wait_for_change(0.05)
 
@@ -255,7 +255,7 @@ class Cluster:
     @staticmethod
     def request(max_tokens: int | None = 6, **changes: object) -> GenerationRequest:
         sampling = SamplingParams(max_tokens=max_tokens, seed=7)
-        request = GenerationRequest(secrets.token_hex(8), tuple(range(1, 11)), sampling, timeout_s=10.0)
+        request = GenerationRequest(secrets.token_hex(8), tuple(range(1, 11)), sampling, timeout_s=60.0)
         return dataclasses.replace(request, **changes)
 
     @staticmethod

@@ -5,7 +5,7 @@ from pdserve.control.request_state import RequestStatus
 from pdserve.gateway.canary import Canary
 from pdserve.gateway.dispatch_config import CanaryConfig
 
-CONFIG = CanaryConfig(interval_s=30, timeout_s=2, retry_s=0.05)
+CONFIG = CanaryConfig(interval_s=30, timeout_s=10, retry_s=0.05)
 
 
 def _start(cluster) -> Canary:

@@ -236,7 +236,37 @@ async def test_a_hung_node_is_a_lost_node(cluster) -> None:
         assert generation.stats.decode_node_id == "d2"
 
 
+async def test_a_gateway_that_stood_still_does_not_take_its_nodes_for_lost(cluster) -> None:
+    """Under a long call into native code nothing is read: what the nodes said meanwhile counts before their silence."""
+    async with cluster:
+        _, decode = await cluster.pair()
+        go_on = asyncio.Event()
+
+        async def pauses(node, peer, message) -> None:
+            await node.speak(peer, message.task, 1, 3)
+            await go_on.wait()
+            await node.speak(peer, message.task, 3, 6)
+
+        decode.script = pauses
+        request = cluster.request()
+
+        async with await cluster.start(request) as generation:
+            token_ids: tuple[int, ...] = ()
+            while len(token_ids) < 3:
+                token_ids += (await anext(generation)).token_ids
+            decode.load = dataclasses.replace(decode.load, running=7)
+            time.sleep(2 * cluster.pool_config.silence_s)  # noqa: ASYNC251 - the whole event loop stands still
+            await cluster.until(lambda: any(view.load and view.load.running == 7 for view in cluster.pool.views()))
+            go_on.set()
+            async for event in generation:
+                token_ids += event.token_ids
+
+        assert token_ids == cluster.expected(request, 6)
+        assert generation.stats.num_attempts == 1
+
+
 async def test_without_another_decode_node_the_client_hears_it_soon(cluster) -> None:
+    cluster.dispatch_config = dataclasses.replace(cluster.dispatch_config, migration_wait_s=0.5)
     async with cluster:
         prefill, decode = await cluster.pair()
 
@@ -245,7 +275,6 @@ async def test_without_another_decode_node_the_client_hears_it_soon(cluster) -> 
 
         decode.script = silent
         request = cluster.request()
-        begun = time.monotonic()
 
         async with await cluster.start(request) as generation:
             await anext(generation)
@@ -255,7 +284,6 @@ async def test_without_another_decode_node_the_client_hears_it_soon(cluster) -> 
 
         assert caught.value.code == "node_lost"
         assert caught.value.retryable
-        assert time.monotonic() - begun < 10
         await prefill.until_heard(lambda: prefill.cancelled())
         record = await cluster.until_status(request.request_id, RequestStatus.FAILED)
         assert record.facts.error_code == "node_lost"
@@ -331,6 +359,7 @@ async def test_attempts_are_limited(cluster) -> None:
 
 
 async def test_a_chunk_that_never_comes_is_a_failed_attempt(cluster) -> None:
+    cluster.dispatch_config = dataclasses.replace(cluster.dispatch_config, gap_timeout_s=0.3)
     async with cluster:
         _, first = await cluster.pair()
 
@@ -607,6 +636,7 @@ async def test_a_task_no_node_would_accept_fails_the_request_and_nothing_else(cl
 
 @pytest.mark.parametrize("forgetful", ["prefill", "decode"])
 async def test_an_attempt_that_a_living_node_has_forgotten_is_made_again(cluster, forgetful: str) -> None:
+    cluster.dispatch_config = dataclasses.replace(cluster.dispatch_config, gap_timeout_s=0.3)
     async with cluster:
         prefill, decode = await cluster.pair()
         node = prefill if forgetful == "prefill" else decode

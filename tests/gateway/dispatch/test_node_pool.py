@@ -12,7 +12,7 @@ async def test_nodes_are_found_with_what_they_say_of_themselves(cluster) -> None
 
         assert [view.info for view in views] == [decode.info, prefill.info]
         assert all(view.load == prefill.load for view in views)
-        assert all(0 <= view.lease_age_s < 2 for view in views)
+        assert all(view.lease_age_s >= 0 for view in views)
         assert cluster.pool.redis.latency_ms is not None
 
 

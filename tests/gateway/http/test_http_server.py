@@ -9,7 +9,7 @@ import pytest
 async def _exchange(url: str, sent: bytes) -> tuple[int, dict[str, str], bytes]:
     """Send `sent`, read until the server closes; return status, headers and body."""
     host, port = url.removeprefix("http://").split(":")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(sent)
         received = await reader.read()
@@ -53,7 +53,7 @@ async def test_a_client_that_waits_to_be_told_to_go_on_is_told(gateway) -> None:
         "Expect: 100-continue\r\nConnection: close\r\n\r\n"
     )
     host, port = gateway.url.removeprefix("http://").split(":")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(head.encode())
         assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"
