@@ -9,7 +9,7 @@ from pdserve.engine.structured_outputs import StructuredOutputsParams
 from pdserve.engine.tokenizer import Tokenizer
 from pdserve.gateway.structured_fields import AskedForm
 
-_TIMEOUT_S = 10.0  # the compiler's own limits end it within a second; what waits for others may take longer
+_TIMEOUT_S = 30.0  # the compiler's own limits end it within a second; what waits for others may take longer
 
 
 class GrammarChecker:
