@@ -109,3 +109,14 @@ def test_events_are_sent_as_they_come_and_marked_for_proxies(disaggregated: Any,
     assert reply.headers["Cache-Control"] == "no-cache" and reply.headers["X-Accel-Buffering"] == "no"
     assert reply.headers["Content-Length"] is None and reply.headers["Content-Encoding"] is None
     disaggregated.wait_idle(60)
+
+
+def test_streams_go_through_both_nodes(scripted: Any, scripted_api: Any) -> None:
+    """What whole answers say in a header is counted for all."""
+    body = {"model": "test", "prompt": "⟦spaces⟧", "temperature": 0}
+    before = scripted.status()["routes"]
+
+    for _ in range(3):
+        scripted_api.stream(COMPLETIONS, body)
+
+    assert scripted.status()["routes"] == {**before, "disaggregated": before.get("disaggregated", 0) + 3}

@@ -76,18 +76,22 @@ def test_a_text_of_bytes_begins_with_the_spaces_that_it_has(api: Any) -> None:
     assert api.ask(COMPLETIONS, body)["choices"][0]["text"] == said == api.text_of(api.stream(COMPLETIONS, body))
 
 
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": [WEATHER]}], ids=["thoughts", "calls"])
 @pytest.mark.parametrize(("script", "thoughts", "content"), [("⟦less⟧", "", "<"), ("⟦cut tag⟧", "Well</thi", "")])
 def test_what_might_have_been_a_tag_is_told_at_the_end(
-    reading_api: Any, script: str, thoughts: str, content: str
+    reading_api: Any, fields: dict[str, Any], script: str, thoughts: str, content: str
 ) -> None:
     """C030: where it belongs, and the same in a stream."""
-    body = {"model": "test", "messages": [{"role": "user", "content": script}], "temperature": 0}
+    body = {"model": "test", "messages": [{"role": "user", "content": script}], "temperature": 0, **fields}
 
     choice = reading_api.ask(CHATS, body)["choices"][0]
     events = reading_api.stream(CHATS, body)
 
     message = choice["message"]
-    assert (message.get("reasoning_content") or "", message["content"]) == (thoughts, content)
-    assert choice["finish_reason"] == "stop"
+    assert (message.get("reasoning_content") or "", message["content"] or "") == (thoughts, content)
+    assert choice["finish_reason"] == "stop" and not message.get("tool_calls")
     assert reading_api.text_of(events) == content
     assert reading_api.text_of(events, name="reasoning_content") == thoughts
