@@ -50,15 +50,13 @@ class Cluster:
         options = ["--port", str(self.port), *self.gateway_options]
         self._spawn("gateway", [_console_script(), "gateway", *self._common(), *options])
         if self.port == 0:
-            self.wait_until(lambda: self._port_of("gateway") is not None, "the gateway says where it listens")
-            self.port = self._port_of("gateway") or 0
+            self.port = self._wait_for_port("gateway")
 
     def start_gateway_beside(self, name: str, *options: str) -> str:
         """Start one more gateway of the same nodes, `gateway-name`; return its URL once it is ready."""
         process = f"gateway-{name}"
         self._spawn(process, [_console_script(), "gateway", *self._common(), "--port", "0", *options])
-        self.wait_until(lambda: self._port_of(process) is not None, f"{process} says where it listens")
-        url = f"http://127.0.0.1:{self._port_of(process)}"
+        url = f"http://127.0.0.1:{self._wait_for_port(process)}"
         self.wait_until(lambda: get_json(f"{url}/ready")[0] == 200, f"{process} is ready")
         return url
 
@@ -145,6 +143,15 @@ class Cluster:
             self.processes[name] = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder, env=_environment()
             )
+
+    def _wait_for_port(self, gateway: str) -> int:
+        process = self.processes[gateway]
+        self.wait_until(
+            lambda: process.poll() is not None or self._port_of(gateway) is not None, f"{gateway} says where it listens"
+        )
+        port = self._port_of(gateway)
+        assert port is not None, f"{gateway} has ended: {self.log(gateway)}"
+        return port
 
     def _port_of(self, gateway: str) -> int | None:
         marker = "listening on http://127.0.0.1:"
