@@ -18,7 +18,7 @@ import pytest
 
 from pdserve.cli.embedded_redis import EmbeddedRedis, embedded_redis
 
-_START_TIMEOUT_S = 90.0
+_START_TIMEOUT_S = 200.0
 _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 
@@ -50,7 +50,15 @@ class Cluster:
         options = ["--port", str(self.port), *self.gateway_options]
         self._spawn("gateway", [_console_script(), "gateway", *self._common(), *options])
         if self.port == 0:
-            self.wait_until(self._read_port, "the gateway says where it listens")
+            self.port = self._wait_for_port("gateway")
+
+    def start_gateway_beside(self, name: str, *options: str) -> str:
+        """Start one more gateway of the same nodes, `gateway-name`; return its URL once it is ready."""
+        process = f"gateway-{name}"
+        self._spawn(process, [_console_script(), "gateway", *self._common(), "--port", "0", *options])
+        url = f"http://127.0.0.1:{self._wait_for_port(process)}"
+        self.wait_until(lambda: get_json(f"{url}/ready")[0] == 200, f"{process} is ready")
+        return url
 
     def start_node(self, role: str, index: int = 0, *options: str) -> None:
         """Start a prefill or a decode node, known as `role-index` to everybody."""
@@ -66,7 +74,7 @@ class Cluster:
 
     def stop(self) -> None:
         """End what still runs, the gateway first."""
-        for name in sorted(self.processes, key=lambda name: name != "gateway"):
+        for name in sorted(self.processes, key=lambda name: not name.startswith("gateway")):
             process = self.processes[name]
             process.send_signal(signal.SIGTERM if name != "redis" else signal.SIGKILL)
         for name, process in self.processes.items():
@@ -82,12 +90,7 @@ class Cluster:
 
     def get(self, path: str) -> tuple[int, Any]:
         """GET a JSON resource; return status and body."""
-        try:
-            with urllib.request.urlopen(self.url + path, timeout=10) as reply:
-                return reply.status, json.loads(reply.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.loads(error.read())
+        return get_json(self.url + path)
 
     def status(self) -> dict[str, Any]:
         """Return /admin/status."""
@@ -141,12 +144,29 @@ class Cluster:
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder, env=_environment()
             )
 
-    def _read_port(self) -> bool:
+    def _wait_for_port(self, gateway: str) -> int:
+        process = self.processes[gateway]
+        self.wait_until(
+            lambda: process.poll() is not None or self._port_of(gateway) is not None, f"{gateway} says where it listens"
+        )
+        port = self._port_of(gateway)
+        assert port is not None, f"{gateway} has ended: {self.log(gateway)}"
+        return port
+
+    def _port_of(self, gateway: str) -> int | None:
         marker = "listening on http://127.0.0.1:"
-        _, found, rest = self.log("gateway").partition(marker)
-        if found:
-            self.port = int(rest.split()[0])
-        return bool(found)
+        _, found, rest = self.log(gateway).partition(marker)
+        return int(rest.split()[0]) if found else None
+
+
+def get_json(url: str) -> tuple[int, Any]:
+    """GET a JSON resource; return status and body."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            return reply.status, json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
 
 
 StartCluster = Callable[..., Cluster]
