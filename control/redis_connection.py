@@ -23,7 +23,7 @@ from pdserve.control.errors import RedisUnavailable
 # A script that begins with this has Redis' own clock, in milliseconds, as `now`.
 LUA_NOW_MS = "local t = redis.call('TIME'); local now = t[1] * 1000 + math.floor(t[2] / 1000)\n"
 
-_SOCKET_TIMEOUT_S = 2.0
+_CONNECT_TIMEOUT_S = 2.0
 _TURN_TIMEOUTS = 3  # calls that wait for their turn may take so many times longer
 _HEALTH_CHECK_S = 10
 _MAX_CONNECTIONS = 32
@@ -111,8 +111,16 @@ class RedisConnection:
         task = asyncio.current_task()
         num_cancels = task.cancelling() if task is not None else 0
         try:
-            async with asyncio.timeout(_TURN_TIMEOUTS * self._timeout_s), self._turns, asyncio.timeout(self._timeout_s):
-                yield
+            if self._turns.locked():
+                async with asyncio.timeout(_TURN_TIMEOUTS * self._timeout_s):
+                    await self._turns.acquire()
+            else:
+                await self._turns.acquire()  # at once
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    yield
+            finally:
+                self._turns.release()
         except TimeoutError as error:
             raise RedisUnavailable(f"{what}: no answer from Redis within {self._timeout_s:g} s") from error
         except (RedisError, OSError) as error:
@@ -150,8 +158,8 @@ def _options() -> dict[str, Any]:
     retry = Retry(ExponentialBackoff(cap=0.2, base=0.02), 1, supported_errors=(RedisConnectionError,))
     return {
         "decode_responses": True,
-        "socket_timeout": _SOCKET_TIMEOUT_S,
-        "socket_connect_timeout": _SOCKET_TIMEOUT_S,
+        "socket_timeout": None,  # a task and two timers for each command; `_bounded` has one for all of them
+        "socket_connect_timeout": _CONNECT_TIMEOUT_S,
         "health_check_interval": _HEALTH_CHECK_S,
         "max_connections": _MAX_CONNECTIONS,
         "retry": retry,
@@ -169,8 +177,8 @@ def _sentinel_clients(url: str) -> tuple[_Client, tuple[_Client, ...]]:
     tls = {name: query[name] for name in _TLS_OPTIONS if name in query}
     has_tls, sentinels_have_tls = parts.scheme.startswith("rediss"), query.get("sentinel_ssl") == "true"
     sentinel_kwargs: dict[str, Any] = {
-        "socket_timeout": _SOCKET_TIMEOUT_S / 2,
-        "socket_connect_timeout": _SOCKET_TIMEOUT_S / 2,
+        "socket_timeout": _CONNECT_TIMEOUT_S / 2,
+        "socket_connect_timeout": _CONNECT_TIMEOUT_S / 2,
         "retry": Retry(NoBackoff(), 0),  # the next Sentinel of the list is the retry
         "username": query.get("sentinel_username"),
         "password": query.get("sentinel_password"),

@@ -6,7 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -295,11 +295,13 @@ class RunningGeneration:
         is_decoding = node == attempt.decode_key
         self._reach(attempt, RequestStatus.DECODING if is_decoding else RequestStatus.PREFILLING)
         events = self._merge.add(chunk)
-        if events and self._timings.first_token_ms is None:
-            self._timings = replace(self._timings, first_token_ms=self._elapsed_ms())
+        if not events:
+            return
+        if self._timings.first_token_ms is None:
+            self._timings = self._timings._replace(first_token_ms=self._elapsed_ms())
         self._ready.extend(events)
         # A prefill node's one token may release those of the decode node, if they have overtaken it.
-        if events and (is_decoding or sum(len(event.token_ids) for event in events) > len(chunk.token_ids)):
+        if is_decoding or sum(len(event.token_ids) for event in events) > len(chunk.token_ids):
             self._context.on_proof(attempt.nodes)
         if self._merge.is_finished:
             self._end(RequestStatus.FINISHED, finish_reason=events[-1].finish_reason)
@@ -309,7 +311,7 @@ class RunningGeneration:
             return
         name = f"{status.value}_ms"
         if getattr(self._timings, name) is None:
-            self._timings = replace(self._timings, **{name: self._elapsed_ms()})
+            self._timings = self._timings._replace(**{name: self._elapsed_ms()})
         if status is not self._progress.status:
             self._move(status, note=f"attempt {self._num_attempts}")
 
@@ -371,7 +373,7 @@ class RunningGeneration:
             else:
                 self._attempt.cancel(note or status.value)
             self._attempt = None
-        self._timings = replace(self._timings, ended_ms=self._elapsed_ms())
+        self._timings = self._timings._replace(ended_ms=self._elapsed_ms())
         self._move(status, note=note, finish_reason=finish_reason, error_code=error_code)
         if self._ledger is not None:
             self._ledger.end(self._route if self._merge.num_tokens else None, self._elapsed_ms() / 1000)
