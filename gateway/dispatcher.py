@@ -73,7 +73,9 @@ class Dispatcher:
             AdmissionRefused: one of them is not taken now.
             InvalidRequest: no node can ever hold them.
         """
-        shared_start = SharedStart() if len(requests) > 1 else None
+        if len(requests) == 1:
+            return [await self._start(requests[0], len(requests[0].prompt_token_ids), None)]
+        shared_start = SharedStart()
         generations = []
         async with AsyncExitStack() as stack:
             for position, request in enumerate(requests):

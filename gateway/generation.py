@@ -60,8 +60,7 @@ class StageTimings(NamedTuple):
     ended_ms: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationStats:
+class GenerationStats(NamedTuple):
     """The facts about a generation so far; complete once it has ended.
 
     `num_cached_tokens` counts prompt tokens that were not computed, as the node that first computed the

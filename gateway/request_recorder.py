@@ -16,9 +16,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.1
 _LAST_RETRY_S = 2.0
-_GATHER_S = (
-    0.02  # a short request's changes, and those of others, become one write: a pipeline costs more than what is in it
-)
+# A short request's changes, and those of others, become one write: a pipeline costs more than what is in it.
+_GATHER_S = 0.02
 _MAX_WRITTEN = 64  # at once
 
 

@@ -227,7 +227,7 @@ class RunningGeneration:
 
     async def _back_off(self, plan: RoutePlan) -> None:
         """Wait a little before a node that just failed this request is asked again, as there is no other."""
-        if self._avoided & frozenset(plan.nodes):
+        if self._avoided and self._avoided & frozenset(plan.nodes):
             backoff_s = _FIRST_BACKOFF_S * 2**self._num_attempts * random.uniform(0.5, 1.0)
             await asyncio.sleep(min(backoff_s, self._remaining_s()))
 
@@ -338,15 +338,15 @@ class RunningGeneration:
         finish_reason: FinishReason | None = None,
         error_code: str | None = None,
     ) -> None:
-        stats = self.stats
+        plan = self._last_plan
         before = self._progress.status
         path = self._progress.advance(target, note)
         facts = RequestFacts(
-            num_attempts=stats.num_attempts,
-            route=stats.route.value,
-            prefill_node_id=stats.prefill_node_id,
-            decode_node_id=stats.decode_node_id,
-            num_output_tokens=stats.num_output_tokens,
+            num_attempts=self._num_attempts,
+            route=self._route.value,
+            prefill_node_id=plan.prefill.node_id if plan and plan.prefill else None,
+            decode_node_id=plan.decode.node_id if plan else None,
+            num_output_tokens=self._merge.num_tokens,
             finish_reason=finish_reason.value if finish_reason else None,
             error_code=error_code,
         )
