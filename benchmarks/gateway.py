@@ -98,7 +98,8 @@ class ScriptedNode:
             peer, message = await self._server.recv()
             match message:
                 case Ping():
-                    pong = Pong(message.sequence, self.info, self._load, tuple(self._running))
+                    held = tuple(attempt_id for attempt_id, (of_peer, _, _) in self._running.items() if of_peer == peer)
+                    pong = Pong(message.sequence, self.info, self._load, held)
                     await self._server.send(peer, pong)
                 case PrefillTask(task=task):
                     await self._server.send(peer, StageReport(task.attempt_id, Stage.PREFILLING))
@@ -151,8 +152,9 @@ async def _serve_nodes(redis_url: str, step_s: float) -> None:
 @asynccontextmanager
 async def _process(*command: str, cpu: int, log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     with log.open("wb") as written:
-        pinned = ("taskset", "-c", str(cpu), *command)
-        process = await asyncio.create_subprocess_exec(*pinned, stdout=written, stderr=written)
+        # setpriv has the kernel end it with this process, however this process ends.
+        alone = ("setpriv", "--pdeathsig", "KILL", "taskset", "-c", str(cpu), *command)
+        process = await asyncio.create_subprocess_exec(*alone, stdout=written, stderr=written)
     try:
         yield process
     finally:
@@ -244,7 +246,8 @@ async def _streamed(targets: dict[str, Target], options: argparse.Namespace) -> 
     rates: list[float] = []
     for target in targets.values():
         await _cpu_of_streams(target, streams, 8)  # connections and caches
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
+        _tell(f"streams, round {number + 1} of {options.rounds}")
         for name, target in targets.items():
             short_s = await _cpu_of_streams(target, streams, num_tokens // 4)
             begun = time.monotonic()
@@ -264,7 +267,7 @@ async def _measure(options: argparse.Namespace) -> None:
     cores = sorted(os.sched_getaffinity(0))
     with embedded_redis() as redis, tempfile.TemporaryDirectory() as folder:
         log, floor_log = Path(folder) / "gateway", Path(folder) / "floor"
-        model_dir = str(resolve_model(None, progress=print))
+        model_dir = str(resolve_model(None, progress=_tell))
         pdserve = str(Path(sys.executable).with_name("pdserve"))
         names = ("--model", model_dir, "--served-model-name", "scripted", "--namespace", "bench")
         gateway_command = (pdserve, "gateway", "--port", "0", "--redis-url", redis.url, *names)
@@ -278,8 +281,10 @@ async def _measure(options: argparse.Namespace) -> None:
             _process(*gateway_command, cpu=cores[0], log=log) as gateway,
         ):
             os.sched_setaffinity(0, {cores[-1]})
+            _tell("the gateway starts")
             async with _session(await _url(log)) as session, _session(await _url(floor_log)) as floor_session:
                 await _until_ready(session)
+                _tell("whole requests")
                 whole = {
                     "gateway_request": Target(session, "/v1/completions", gateway.pid),
                     "floor_request": Target(floor_session, "/whole", floor.pid),
@@ -293,6 +298,11 @@ async def _measure(options: argparse.Namespace) -> None:
                 }
                 result |= await _streamed(targets, options)
     print(json.dumps(result))
+
+
+def _tell(what: str) -> None:
+    """Say on standard error what is being measured now."""
+    print(what, file=sys.stderr, flush=True)
 
 
 def _session(url: str) -> aiohttp.ClientSession:

@@ -18,6 +18,9 @@ def set_up_logging(*, level: str, log_format: str) -> None:
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter(_TEXT, _TIME))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
+    # No format here shows them, and they are half of what a record costs (the logging HOWTO, "Optimization").
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None
     logging.getLogger("torch").setLevel(logging.WARNING)  # it tells of its own caches at INFO
 
 

@@ -21,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.control.codec import MAX_MESSAGE_BYTES, decode, encode
 from pdserve.control.errors import ChannelLost, MessageError
+from pdserve.control.message_reader import MessageReader
 from pdserve.control.messages import (
     CancelTask,
     DecodeTask,
@@ -37,7 +38,7 @@ from pdserve.control.messages import (
     ToNode,
 )
 from pdserve.kvtransfer.curve_keys import CurveKeys as CurveKeys
-from pdserve.kvtransfer.sockets import NEVER_MS, guard, guarded_context, present, wait_all_read
+from pdserve.kvtransfer.sockets import NEVER_MS, guard, guarded_context, present
 from pdserve.kvtransfer.task_set import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ _HANDSHAKE_MS = 3_000
 _KEEPALIVE_IDLE_S = 10
 _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_PROBES = 3
-_BURST_MESSAGES = 8  # read without a look at the event loop: each may be a step of many streams
+_DONTWAIT = int(zmq.DONTWAIT)
 _CLOSE_TIMEOUT_S = 0.5
 _REFUSAL_LOG_S = 60.0
 # "Without detail" is a peer that hung up first, as one without a key does once it sees that one is wanted.
@@ -193,10 +194,9 @@ class ControlClient:
     """
 
     def __init__(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, connect_timeout_s: float) -> None:
-        self._socket = socket
-        # asyncio's socket costs a future and a poll for each message; what is there already is read without it.
-        self._at_once: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
-        self._num_at_once = 0
+        self._socket = socket  # of a context that closes what is left open; read and written by its plain twin
+        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
+        self._reader = MessageReader(self._plain)
         self._monitor = monitor
         self._connect_timeout_s = connect_timeout_s
         self.lost = asyncio.Event()
@@ -249,7 +249,7 @@ class ControlClient:
 
     async def wait_all_read(self) -> None:
         """Once the connection is lost: wait until another task has received what the node said last."""
-        await wait_all_read(self._socket)
+        await self._reader.wait_all_read()
 
     def send(self, message: ToNode) -> None:
         """Hand `message` to the socket at once.
@@ -260,16 +260,18 @@ class ControlClient:
         """
         if self.lost.is_set():
             raise ChannelLost(self.why_lost)
+        content = encode(message)
         try:
-            sent = cast("asyncio.Future[object]", self._socket.send(encode(message), flags=zmq.DONTWAIT))
-            sent.result()  # with DONTWAIT it is done already
+            self._plain.send(content, _DONTWAIT)
         except zmq.Again as error:
             raise ChannelLost("the node does not read") from error
+        finally:
+            self._reader.look()
 
     async def recv(self) -> ToGateway:
         """Wait for the next readable message. Ends only with one: the owner cancels it when `lost` is set."""
         while True:
-            frames = await self._next_frames()
+            frames = await self._reader.recv()
             try:
                 message = _read(frames)
                 if isinstance(message, Pong | TokenBatch | StageReport | TaskFailed | LinkReport):
@@ -283,21 +285,10 @@ class ControlClient:
         """Close the socket; what is queued (a cancel) gets a moment to leave, unless the node is lost."""
         linger_ms = 0 if self.lost.is_set() else _LINGER_MS
         self.lost.set()
+        self._reader.close()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)
-
-    async def _next_frames(self) -> list[bytes]:
-        if self._num_at_once == _BURST_MESSAGES:
-            self._num_at_once = 0
-            await asyncio.sleep(0)
-        try:
-            frames = self._at_once.recv_multipart(zmq.DONTWAIT)
-        except zmq.Again:
-            self._num_at_once = 0
-            return await self._socket.recv_multipart()
-        self._num_at_once += 1
-        return frames
 
     async def _next_event(self) -> int:
         event = await recv_monitor_message(self._monitor)

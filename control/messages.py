@@ -7,6 +7,7 @@ loop.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.step_output import FinishReason as FinishReason
@@ -260,8 +261,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenChunk:
+class TokenChunk(NamedTuple):
     """Tokens [start, start + len(token_ids)) of the output; the last chunk of an attempt has a finish_reason.
 
     A token that ends the sequence by being EOS or a stop id is included in `token_ids` (it counts as usage,
@@ -269,6 +269,8 @@ class TokenChunk:
     them. `prompt_logprobs`, where asked for, are those of all prompt tokens after the first: they come with
     the first token, or with the end of a sequence that wanted none. `queue_s`, set by whoever computed the prompt in
     its first chunk, is how long the sequence waited in the node's engine before its computation began.
+
+    What is made anew for every token is a NamedTuple: a frozen dataclass takes four times as long to make.
     """
 
     attempt_id: str

@@ -111,8 +111,16 @@ class RedisConnection:
         task = asyncio.current_task()
         num_cancels = task.cancelling() if task is not None else 0
         try:
-            async with asyncio.timeout(_TURN_TIMEOUTS * self._timeout_s), self._turns, asyncio.timeout(self._timeout_s):
-                yield
+            if self._turns.locked():
+                async with asyncio.timeout(_TURN_TIMEOUTS * self._timeout_s):
+                    await self._turns.acquire()
+            else:
+                await self._turns.acquire()  # at once
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    yield
+            finally:
+                self._turns.release()
         except TimeoutError as error:
             raise RedisUnavailable(f"{what}: no answer from Redis within {self._timeout_s:g} s") from error
         except (RedisError, OSError) as error:
@@ -150,7 +158,7 @@ def _options(timeout_s: float) -> dict[str, Any]:
     retry = Retry(ExponentialBackoff(cap=0.2, base=0.02), 1, supported_errors=(RedisConnectionError,))
     return {
         "decode_responses": True,
-        "socket_timeout": timeout_s,
+        "socket_timeout": None,  # a task and two timers for each command; `_bounded` has one for all of them
         "socket_connect_timeout": timeout_s,
         "health_check_interval": _HEALTH_CHECK_S,
         "max_connections": _MAX_CONNECTIONS,

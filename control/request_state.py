@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 
 from pdserve.control.errors import IllegalTransition
 
@@ -71,6 +72,14 @@ class RequestFacts:
     num_output_tokens: int | None = None
     finish_reason: str | None = None
     error_code: str | None = None
+
+    def over(self, earlier: "RequestFacts") -> "RequestFacts":
+        """Return these facts, and those of `earlier` where nothing is known here."""
+        known = zip(_all_facts(self), _all_facts(earlier), strict=True)
+        return RequestFacts(*[before if now is None else now for now, before in known])
+
+
+_all_facts = attrgetter(*RequestFacts.__dataclass_fields__)
 
 
 @dataclass(frozen=True, slots=True)

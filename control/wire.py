@@ -6,9 +6,11 @@ sent. Knows no message; `codec.py` composes them.
 """
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import repeat
 from typing import Any, Protocol, TypeVar
 
 from pdserve.control.errors import MalformedMessage
@@ -120,11 +122,12 @@ class Prose:
         return Text(self.max_chars).from_wire(wire, where)
 
 
-@dataclass(frozen=True, slots=True)
 class Choice:
     """A member of a StrEnum."""
 
-    kind: type[StrEnum]
+    def __init__(self, kind: type[StrEnum]) -> None:
+        self._kind = kind
+        self._members = {member.value: member for member in kind}
 
     def to_wire(self, value: StrEnum) -> str:
         """Return the member's text."""
@@ -132,11 +135,10 @@ class Choice:
 
     def from_wire(self, wire: Any, where: str) -> StrEnum:
         """Look the member up."""
-        if type(wire) is str:
-            for member in self.kind:
-                if member.value == wire:
-                    return member
-        raise MalformedMessage(where, f"not a {self.kind.__name__}")
+        member = self._members.get(wire) if type(wire) is str else None
+        if member is None:
+            raise MalformedMessage(where, f"not a {self._kind.__name__}")
+        return member
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,7 @@ class Many:
             raise MalformedMessage(where, f"expected an array, got {type(wire).__name__}")
         if len(wire) > self.max_items:
             raise MalformedMessage(where, f"{len(wire)} items, at most {self.max_items}")
-        return tuple(self.inner.from_wire(item, where) for item in wire)
+        return tuple(map(self.inner.from_wire, wire, repeat(where)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,21 +210,27 @@ class TokenIds:
             raise MalformedMessage(where, f"expected an array of at most {MAX_TOKENS} token ids")
         if not wire:
             return ()
+        if len(wire) == 1 and type(wire[0]) is int and 0 <= wire[0] < 2**31:  # a streamed token
+            return (wire[0],)
         if set(map(type, wire)) != {int} or min(wire) < 0 or max(wire) >= 2**31:
             raise MalformedMessage(where, "a token id is not an integer in [0, 2**31)")
         return tuple(wire)
 
 
-@dataclass(frozen=True, slots=True)
 class Record:
     """A dataclass as a map by field name: exactly its fields, no more and no fewer."""
 
-    kind: Callable[..., Any]
-    parts: Mapping[str, Codec[Any]]
+    def __init__(self, kind: Callable[..., Any], parts: Mapping[str, Codec[Any]]) -> None:
+        self.kind = kind
+        self.parts = parts
+        self._values = tuple(map(operator.attrgetter, parts))
+        self._writers = tuple(codec.to_wire for codec in parts.values())
+        self._readers = tuple(codec.from_wire for codec in parts.values())
 
     def to_wire(self, value: Any) -> dict[str, Any]:
         """Return the map."""
-        return {name: codec.to_wire(getattr(value, name)) for name, codec in self.parts.items()}
+        values = [value_of(value) for value_of in self._values]
+        return dict(zip(self.parts, map(operator.call, self._writers, values), strict=True))
 
     def from_wire(self, wire: Any, where: str) -> Any:
         """Check the names, then each part; a value that its own constructor refuses is malformed too."""
@@ -232,7 +240,8 @@ class Record:
             odd = sorted(map(str, wire.keys() ^ self.parts.keys()))
             raise MalformedMessage(where, f"missing or unknown fields: {', '.join(odd[:5])}")
         try:
-            return self.kind(**{name: codec.from_wire(wire[name], name) for name, codec in self.parts.items()})
+            values = map(operator.call, self._readers, map(wire.__getitem__, self.parts), self.parts)
+            return self.kind(**dict(zip(self.parts, values, strict=True)))
         except MalformedMessage as error:  # its path is put together here, not for every field that is well
             raise MalformedMessage(f"{where}.{error.where}", error.problem) from None
         except ValueError as error:
@@ -248,9 +257,9 @@ class Row:
         self._kind = kind
         self._names = tuple(parts)
         self._codecs = tuple(parts.values())
-        self._rest = self._names[num_always:]
+        self._readers = tuple(codec.from_wire for codec in self._codecs)
         self._num_always = num_always
-        self._no_rest = (None,) * len(self._rest)
+        self._nones = tuple((None,) * num_missing for num_missing in range(len(self._names) - num_always + 1))
 
     def to_wire(self, value: Any) -> list[Any]:
         """Return the array without the Nones at its end."""
@@ -264,14 +273,13 @@ class Row:
         if not isinstance(wire, list):
             raise MalformedMessage(where, f"expected an array, got {type(wire).__name__}")
         num_missing = len(self._names) - len(wire)
-        if not 0 <= num_missing <= len(self._rest) or (num_missing < len(self._rest) and wire[-1] is None):
+        most_missing = len(self._nones) - 1
+        if not 0 <= num_missing <= most_missing or (num_missing < most_missing and wire[-1] is None):
             raise MalformedMessage(
                 where, f"not {self._num_always} to {len(self._names)} fields without None at the end"
             )
         try:
-            known = [
-                codec.from_wire(part, name) for codec, part, name in zip(self._codecs, wire, self._names, strict=False)
-            ]
+            known = map(operator.call, self._readers, wire, self._names)  # as long as `wire`; no frame for each
+            return self._kind(*known, *self._nones[num_missing])
         except MalformedMessage as error:  # as in Record
             raise MalformedMessage(f"{where}.{error.where}", error.problem) from None
-        return self._kind(*known, *self._no_rest[:num_missing])

@@ -34,7 +34,9 @@ class IncrementalDetokenizer:
 
     def push(self, token_id: int) -> str:
         """Return the text that is certain with `token_id`, maybe empty."""
-        return self._text.push(token_id) if self._is_visible(token_id) else ""
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+            return ""
+        return self._text.push(token_id)
 
     def push_all(self, token_ids: Iterable[int]) -> str:
         """Return the text that is certain with all of `token_ids`."""
@@ -54,9 +56,14 @@ class _ByteLevelText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_open = False  # in the middle of a character
 
     def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        if not self._is_open and (text := self._tokenizer.whole_text(token_id)) is not None:
+            return text
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        self._is_open = bool(self._utf8.getstate()[0])
+        return text
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)

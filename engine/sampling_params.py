@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, replace
+from typing import Any
 
 from pdserve.engine.errors import InvalidRequest
 from pdserve.engine.structured_outputs import StructuredOutputsParams
@@ -73,12 +74,15 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
-        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias or ()
-        object.__setattr__(self, "logit_bias", tuple((token_id, bias) for token_id, bias in pairs))
+            if type(values := getattr(self, name)) is not tuple:
+                object.__setattr__(self, name, tuple(values or ()))
+        if self.logit_bias != ():  # as most often; a request is copied several times
+            pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias or ()
+            object.__setattr__(self, "logit_bias", tuple((token_id, bias) for token_id, bias in pairs))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        object.__setattr__(self, "bad_words_ids", tuple(map(tuple, self.bad_words_ids or ())))
+        if self.bad_words_ids != ():
+            object.__setattr__(self, "bad_words_ids", tuple(map(tuple, self.bad_words_ids or ())))
         self._check_branches()
         self._check_lengths()
         self._check_distribution()
@@ -170,10 +174,10 @@ class SamplingParams:
         """Whether more sequences are sampled than are wanted."""
         return self.num_branches > self.n
 
-    def branch(self, index: int) -> "SamplingParams":
-        """Return the sampling of branch `index` by itself; where branches are ranked it has logprobs."""
+    def branch(self, index: int, **changes: Any) -> "SamplingParams":
+        """Return the sampling of branch `index` by itself, and `changes`; ranked branches have logprobs."""
         logprobs = 0 if self.is_ranked and self.logprobs is None else self.logprobs
-        return replace(self, n=1, best_of=None, seed=branch_seed(self.seed, index), logprobs=logprobs)
+        return replace(self, n=1, best_of=None, seed=branch_seed(self.seed, index), logprobs=logprobs, **changes)
 
     @property
     def is_greedy(self) -> bool:

@@ -36,6 +36,7 @@ class Tokenizer:
         self._byte_level = _is_byte_level(decoder)
         self._byte_fallback = '"ByteFallback"' in json.dumps(decoder)
         self._token_bytes: dict[int, bytes] = {}
+        self._whole_texts: dict[int, str | None] = {}
         self.eos_token_ids = eos_token_ids
         self.chat_template = chat_template
         vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -121,6 +122,18 @@ class Tokenizer:
         if known is None:
             known = self._token_bytes[token_id] = self._find_token_bytes(token_id)
         return known
+
+    def whole_text(self, token_id: int) -> str | None:
+        """Return the text of a byte-level token behind whole characters; None if it holds a part of one."""
+        try:
+            return self._whole_texts[token_id]
+        except KeyError:
+            try:
+                text = self.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+            self._whole_texts[token_id] = text
+            return text
 
     def _find_token_bytes(self, token_id: int) -> bytes:
         token = self._added.get(token_id) or self._backend.id_to_token(token_id)

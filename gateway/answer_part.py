@@ -39,6 +39,8 @@ AnswerPart = Said | Thought | CallOpened | CallArguments
 
 def merged_parts(parts: Sequence[AnswerPart]) -> tuple[AnswerPart, ...]:
     """Return the same with neighbours joined that only continue each other."""
+    if len(parts) < 2:
+        return tuple(parts)
     merged: list[AnswerPart] = []
     for part in parts:
         match merged[-1] if merged else None, part:

@@ -83,6 +83,8 @@ class AnswerReader:
     @property
     def num_calls(self) -> int:
         """How many calls were told that can be made: one whose arguments end too early cannot."""
+        if not self._num_opened:
+            return 0
         broken = [index for index in self._rest.broken_calls if not self._is_only_first or index == 0]
         return self._num_opened - len(broken)
 

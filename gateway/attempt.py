@@ -12,6 +12,7 @@ from pdserve.gateway.node_view import AttemptCost, NodeKey, num_blocks_for
 from pdserve.gateway.router import RoutePlan
 
 _STAGES = (RequestStatus.PREFILLING, RequestStatus.TRANSFERRING, RequestStatus.DECODING)
+_NUM_STAGES = len(_STAGES)
 _SPARE_MESSAGES = 64
 
 
@@ -24,6 +25,7 @@ class Attempt:
         self._is_open = True
         self.plan = plan
         self.nodes = plan.nodes
+        self.decode_key = self.nodes[0]
         self.inbox = inbox
 
     @classmethod
@@ -48,18 +50,13 @@ class Attempt:
             raise
         return attempts
 
-    @property
-    def decode_key(self) -> NodeKey:
-        """Return which node decodes."""
-        return self.nodes[0]
-
     def has_reached(self, stage: RequestStatus) -> bool:
         """Whether this attempt came as far as `stage`, or further."""
         return _STAGES.index(stage) < self._num_stages_reached
 
     def reach(self, stage: RequestStatus) -> bool:
         """Note that `stage` is reached; False if that is no news (reports overtake each other)."""
-        if self.has_reached(stage):
+        if self._num_stages_reached == _NUM_STAGES or self.has_reached(stage):
             return False
         self._num_stages_reached = _STAGES.index(stage) + 1
         return True

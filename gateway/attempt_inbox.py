@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdserve.control.messages import StageReport, TaskFailed, TokenChunk
 from pdserve.engine.follower import Follower
@@ -18,8 +19,7 @@ class NodeLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptEvent:
+class AttemptEvent(NamedTuple):
     """What was said, and by which node."""
 
     node: NodeKey

@@ -19,7 +19,7 @@ def best_choices(plan: GenerationPlan, choices: Sequence[ChoicePiece]) -> tuple[
     for start in range(0, len(choices), plan.num_choices):
         of_prompt = choices[start : start + plan.num_choices]
         kept += [of_prompt[index] for index in best_indexes(list(map(_score, of_prompt)), plan.num_kept)]
-    renumbered = [replace(choice, index=index) for index, choice in enumerate(kept)]
+    renumbered = [choice._replace(index=index) for index, choice in enumerate(kept)]
     return replace(plan, num_choices=plan.num_kept, num_kept=None), renumbered
 
 

@@ -5,7 +5,7 @@ Streamed and whole answers are made of the same pieces, so that they cannot diff
 """
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdserve.control.messages import FinishReason, TokenLogprobs
 from pdserve.engine.detokenizer import IncrementalDetokenizer
@@ -19,15 +19,14 @@ from pdserve.gateway.prompt_echo import PromptEcho
 from pdserve.gateway.shown_token import ShownToken
 
 
-@dataclass(frozen=True, slots=True)
-class ChoicePiece:
+class ChoicePiece(NamedTuple):
     """What is new of choice `index`: its text, and what that text tells. The numbers count all of it so far.
 
     With `echo` the first piece begins with the prompt; `prompt_tokens` are there if its logprobs are. The first piece
     also carries the `prompt_logprobs` of all prompt tokens but the first, if they were asked for by that name.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a piece
     text: str
     tokens: tuple[ShownToken, ...]
     num_tokens: int
@@ -55,6 +54,7 @@ class ChoiceText:
         self._include_stop = plan.reply.include_stop
         self._detokenizer = IncrementalDetokenizer(tokenizer, plan.prompt_of(index), plan.reply.skip_special_tokens)
         self._stop = StopChecker(plan.sampling.stop, plan.reply.include_stop)
+        self._has_stops = bool(plan.sampling.stop)
         self._stop_ids = frozenset(plan.sampling.stop_token_ids)
         self._reader = AnswerReader(plan.reading)
         self._parts: list[AnswerPart] = []
@@ -73,31 +73,36 @@ class ChoiceText:
 
     def push(self, event: GenerationEvent) -> ChoicePiece | None:
         """Return the piece that `event` completes, None while all of it is held back."""
-        text = self._begin(event)
+        text = "" if self._has_begun else self._begin(event)
+        is_stop = event.finish_reason is FinishReason.STOP
         last = len(event.token_ids) - 1
         for position, token_id in enumerate(event.token_ids):
-            is_end = position == last and event.finish_reason is FinishReason.STOP and self._is_hidden_end(token_id)
+            is_end = is_stop and position == last and self._is_hidden_end(token_id)
             logprobs = event.logprobs[position] if event.logprobs is not None else None
             new = self._push_token(token_id, logprobs, has_text=not is_end)
             self._parts += self._reader.push(new, self._num_tokens)
             text += new
-            if self.is_stopped:
+            if self._has_stops and self.is_stopped:
                 break
-        finish_reason = FinishReason.STOP if self.is_stopped else event.finish_reason
-        if finish_reason is not None and not self.is_stopped:
+        if event.finish_reason is None and not self.is_stopped:
+            return self._piece(text, None, None) if text else None
+        return self._last_piece(text, event)
+
+    def _last_piece(self, text: str, event: GenerationEvent) -> ChoicePiece:
+        """Return the piece that ends the choice: `text` and what was held back behind it."""
+        finish_reason = event.finish_reason
+        if not self.is_stopped:
             rest = self._stop.push(self._detokenizer.finish(), self._can_stop())
-            finish_reason = FinishReason.STOP if self.is_stopped else finish_reason
             rest += self._stop.finish()
             self._parts += self._reader.push(rest, self._num_tokens)
             text += rest
-        if finish_reason is not None:
-            self._parts += self._reader.finish()
+        if self.is_stopped:
+            finish_reason = FinishReason.STOP
+        self._parts += self._reader.finish()
         return self._piece(text, finish_reason, self._stop_reason(event, finish_reason))
 
     def _begin(self, event: GenerationEvent) -> str:
-        """Return the prompt's text once, if it is to be shown."""
-        if self._has_begun:
-            return ""
+        """Return the prompt's text, if it is to be shown."""
         self._has_begun = True
         if self._plan.reply.prompt_logprobs is not None:
             self._prompt_logprobs = _with_top(event.prompt_logprobs, self._plan.reply.prompt_logprobs)
@@ -118,7 +123,7 @@ class ChoiceText:
             return ""
         decoded = self._detokenizer.push(token_id)
         self._num_decoded += len(decoded)
-        return self._stop.push(decoded, self._can_stop())
+        return self._stop.push(decoded, self._can_stop()) if self._has_stops else decoded
 
     def _stop_reason(self, event: GenerationEvent, finish_reason: FinishReason | None) -> str | int | None:
         if self.is_stopped:
@@ -127,18 +132,15 @@ class ChoiceText:
             return event.token_ids[-1]
         return None
 
-    def _piece(
-        self, text: str, finish_reason: FinishReason | None, stop_reason: str | int | None
-    ) -> ChoicePiece | None:
-        if not text and finish_reason is None:
-            return None
+    def _piece(self, text: str, finish_reason: FinishReason | None, stop_reason: str | int | None) -> ChoicePiece:
         self._num_shown += len(text)
         tokens: list[ShownToken] = []
         while self._pending and (finish_reason is not None or self._pending[0].text_offset < self._num_shown):
             tokens.append(self._pending.popleft())
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, ()
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
-        parts, self._parts = merged_parts(self._parts), []
+        parts = merged_parts(self._parts)
+        self._parts.clear()
         return ChoicePiece(
             self.index,
             text,

@@ -13,12 +13,15 @@ class MovingDeadline:
 
     def __init__(self, passed: Callable[[], None]) -> None:
         self._passed = passed
+        self._loop: asyncio.AbstractEventLoop | None = None  # kept, as asking for it is a call of the system
         self._due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, timeout_s: float) -> None:
         """Let it pass `timeout_s` from now, unless it is set again or cleared before."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()
         due = self._due = loop.time() + timeout_s
         if self._timer is not None and self._timer.when() > due:
             self._timer.cancel()
@@ -39,11 +42,10 @@ class MovingDeadline:
 
     def _fire(self) -> None:
         self._timer = None
-        if self._due is None:
+        if self._due is None or self._loop is None:
             return
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._due:
-            self._timer = loop.call_at(self._due, self._fire)
+        if self._loop.time() < self._due:
+            self._timer = self._loop.call_at(self._due, self._fire)
             return
         self._due = None
         self._passed()

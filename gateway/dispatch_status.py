@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from pdserve.control.messages import BlockCounts, NodeLoad, SpeculationCounts, TierCounts, TransferCounts
+from pdserve.control.messages import BlockCounts, NodeLoad, NodeRole, SpeculationCounts, TierCounts, TransferCounts
 from pdserve.control.request_state import RequestStatus
 from pdserve.gateway.canary import Canary
 from pdserve.gateway.dispatcher import Dispatcher
@@ -44,11 +44,11 @@ class DispatchStatus:
 
     def context_limit(self) -> int | None:
         """Return how many tokens the nodes can hold for one request; None without a decode node."""
-        ready = [view for view in self._pool.views() if view.is_ready]
-        capacities = [view.info.num_blocks * view.info.block_size for view in ready if view.is_decode]
+        ready = self._pool.ready_nodes()
+        capacities = [node.num_blocks * node.block_size for node in ready if node.role is NodeRole.DECODE]
         if not capacities:
             return None
-        return min(max(capacities), min(view.info.max_model_len for view in ready))
+        return min(max(capacities), min(node.max_model_len for node in ready))
 
     def speculation(self) -> Mapping[str, SpeculationCounts]:
         """Return what each node that speculates has drafted, by node id."""

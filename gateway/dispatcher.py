@@ -73,7 +73,9 @@ class Dispatcher:
             AdmissionRefused: one of them is not taken now.
             InvalidRequest: no node can ever hold them.
         """
-        shared_start = SharedStart() if len(requests) > 1 else None
+        if len(requests) == 1:
+            return [await self._start(requests[0], len(requests[0].prompt_token_ids), None)]
+        shared_start = SharedStart()
         generations = []
         async with AsyncExitStack() as stack:
             for position, request in enumerate(requests):
@@ -91,7 +93,7 @@ class Dispatcher:
         load = GatewayLoad(self._num_inflight, self._ledger.mean_duration_s, self._is_draining)
         admit(num_tokens, views, load, self._config)
         self._affinity.keep(frozenset(view.key for view in views))
-        prepared = self._prepare(request)
+        prepared = self._prepare(request, views)
         self._ledger.open()
         try:
             await self._create_record(prepared)
@@ -113,7 +115,7 @@ class Dispatcher:
             InvalidRequest: no node can ever hold it.
         """
         begun = time.monotonic()
-        prepared = self._prepare(request)
+        prepared = self._prepare(request, self._pool.views())
         try:
             await self._create_record(prepared)
         except asyncio.CancelledError:
@@ -142,13 +144,13 @@ class Dispatcher:
     def _num_inflight(self) -> int:
         return sum(self._ledger.requests[status] for status in _ACTIVE)
 
-    def _prepare(self, request: GenerationRequest) -> GenerationRequest:
+    def _prepare(self, request: GenerationRequest, views: tuple[NodeView, ...]) -> GenerationRequest:
         """Fix what must be the same in every attempt: the seed, and how long the output may become.
 
         Stop strings stay here: nodes know no text.
         """
         sampling = request.sampling
-        max_tokens = output_limit(request, self._pool.views())
+        max_tokens = output_limit(request, views)
         seed = secrets.randbits(_SEED_BITS) if sampling.seed is None else sampling.seed
         return replace(request, sampling=replace(sampling, max_tokens=max_tokens, seed=seed, stop=()))
 

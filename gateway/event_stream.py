@@ -77,7 +77,8 @@ class EventStream:
             return False
         if self._max_silence_s is not None:
             self._silence.set(self._max_silence_s)
-        return self._write(b"".join([event.encoded() for event in events]))
+        is_one = len(events) == 1
+        return self._write(events[0].encoded() if is_one else b"".join([event.encoded() for event in events]))
 
     async def caught_up(self) -> None:
         """Wait until what is unread is less than what a transport may hold.

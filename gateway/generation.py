@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from pdserve.control.messages import FinishReason, TokenLogprobs
 from pdserve.engine.sampling_params import SamplingParams
@@ -26,8 +26,7 @@ class GenerationRequest:
     timeout_s: float = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationEvent:
+class GenerationEvent(NamedTuple):
     """Output tokens [start, start + len(token_ids)): in order, no gap, no repeat, whichever nodes made them.
 
     The last event has a `finish_reason`; a token that ended the sequence (EOS, stop id) is in `token_ids`: it
@@ -50,8 +49,7 @@ class Route(StrEnum):
     MIGRATED = "migrated"
 
 
-@dataclass(frozen=True, slots=True)
-class StageTimings:
+class StageTimings(NamedTuple):
     """Milliseconds from `start` to each milestone; None if it was not reached."""
 
     admitted_ms: float | None = None
@@ -62,8 +60,7 @@ class StageTimings:
     ended_ms: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationStats:
+class GenerationStats(NamedTuple):
     """The facts about a generation so far; complete once it has ended.
 
     `num_cached_tokens` counts prompt tokens that were not computed, as the node that first computed the

@@ -109,11 +109,14 @@ class GenerationPlan:
         ]
 
     def _request(self, position: int, choice: int) -> GenerationRequest:
-        sampling = replace(self.sampling, n=self.num_kept or self.num_choices, best_of=self.num_choices)
+        n, best_of = self.num_kept or self.num_choices, self.num_choices
+        sampling = self.sampling
+        if (sampling.n, sampling.num_branches) != (n, best_of):
+            sampling = replace(sampling, n=n, best_of=best_of)
         return GenerationRequest(
             request_id=f"{self.response_id}-{position * self.num_choices + choice}",
             prompt_token_ids=self.prompts[position],
-            sampling=replace(sampling.branch(choice), max_tokens=self.max_tokens[position], stop=()),
+            sampling=sampling.branch(choice, max_tokens=self.max_tokens[position], stop=()),
             cache_salt=self.cache_salt,
             timeout_s=self.timeout_s,
         )

@@ -52,7 +52,7 @@ class LinkAttempts:
         attached = self._attached.get(message.attempt_id)
         if attached is None:
             return False
-        attached.is_answered |= self._is_last_word(message)
+        attached.is_answered = attached.is_answered or self._is_last_word(message)
         attached.inbox.put(AttemptEvent(self._key, message))
         return True
 

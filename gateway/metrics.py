@@ -22,6 +22,7 @@ from pdserve.gateway.generation import GenerationStats
 from pdserve.gateway.generation_plan import Endpoint
 from pdserve.gateway.open_requests import ClientGone
 from pdserve.gateway.reply_shapes import Usage
+from pdserve.gateway.token_times import TokenTimes
 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _INTER_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -68,7 +69,8 @@ class GatewayMetrics:
         self._success = Counter("vllm:request_success", "Choices that finished", ["finished_reason"], registry=registry)
         self._ttft = _histogram("time_to_first_token", "Time to first token", _TTFT_BUCKETS, registry)
         self._queue = _histogram("request_queue_time", "Time in a node before computation", _TTFT_BUCKETS, registry)
-        self._inter_token = _histogram("inter_token_latency", "Time between tokens", _INTER_TOKEN_BUCKETS, registry)
+        self._inter_token = TokenTimes("vllm:inter_token_latency_seconds", "Time between tokens", _INTER_TOKEN_BUCKETS)
+        registry.register(self._inter_token)
         self._e2e = _histogram("e2e_request_latency", "Time to the whole answer", _E2E_BUCKETS, registry)
         for endpoint in Endpoint:
             for outcome in Outcome:
@@ -99,8 +101,7 @@ class GatewayMetrics:
 
     def tokens_followed(self, gap_s: float, num_tokens: int) -> None:
         """Count `num_tokens` that came together, `gap_s` after the token before."""
-        for _ in range(num_tokens):
-            self._inter_token.observe(gap_s / num_tokens)
+        self._inter_token.observe(gap_s / num_tokens, num_tokens)
 
     def choice_finished(self, finish_reason: str) -> None:
         """Count a choice that got its finish reason."""

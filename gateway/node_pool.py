@@ -10,7 +10,7 @@ import zmq.asyncio
 
 from pdserve.control.channel import ControlClient, CurveKeys
 from pdserve.control.errors import ChannelLost, RedisUnavailable
-from pdserve.control.messages import ToNode
+from pdserve.control.messages import NodeInfo, ToNode
 from pdserve.control.node_registry import NodeRegistry, RegisteredNode
 from pdserve.gateway.attempt_inbox import AttemptEvent, AttemptInbox, NodeLost
 from pdserve.gateway.dispatch_config import PoolConfig
@@ -49,6 +49,7 @@ class NodePool:
         self._gateway_id = gateway_id
         self._keys = keys
         self._links: dict[NodeKey, NodeLink] = {}
+        self._sorted: tuple[NodeLink, ...] = ()  # by role and id
         self._retry_at: dict[NodeKey, float] = {}
         self._refused_by: set[NodeKey] = set()  # said once of each
         self._changed = asyncio.Event()
@@ -67,8 +68,11 @@ class NodePool:
 
     def views(self) -> tuple[NodeView, ...]:
         """Return what is known of each node now, by role and id."""
-        views = (link.view() for link in self._links.values())
-        return tuple(sorted(views, key=lambda view: (view.info.role, view.key)))
+        return tuple([link.view() for link in self._sorted])
+
+    def ready_nodes(self) -> tuple[NodeInfo, ...]:
+        """Return what the nodes that take work have said of themselves."""
+        return tuple([link.info for link in self._sorted if link.is_ready])
 
     def num_refusing(self) -> int:
         """Return how many registered nodes are there and would not have this gateway: their keys differ."""
@@ -155,6 +159,7 @@ class NodePool:
                 return
             link = NodeLink(node.info, client, self._config, self._gateway_id, self._announce)
             self._links[key] = link
+            self._sort()
             tasks.create_task(self._hold(link), name=f"node {key.node_id}")
         link.lease_seen = (node.lease_age_s, now)
 
@@ -163,11 +168,15 @@ class NodePool:
             reason = await link.run()
         finally:
             del self._links[link.key]
+            self._sort()
             self._announce()
         self._tell_loss(link, reason)
         now = time.monotonic()
         self._retry_at = {key: at for key, at in self._retry_at.items() if at > now}
         self._retry_at[link.key] = now + self._config.reconnect_s
+
+    def _sort(self) -> None:
+        self._sorted = tuple(sorted(self._links.values(), key=lambda link: (link.info.role, link.key)))
 
     def _tell_loss(self, link: NodeLink, reason: str) -> None:
         is_news = link.load is not None or (link.was_refused and link.key not in self._refused_by)

@@ -36,7 +36,8 @@ class PathProofs:
     def note_proof(self, path: Path, now: float) -> None:
         """A request was finished by these nodes."""
         self._proven_at[path] = now
-        self._failed_at.pop(path, None)
+        if self._failed_at:  # seldom, and this is asked for every token
+            self._failed_at.pop(path, None)
 
     def note_failure(self, path: Path, now: float) -> None:
         """A canary could not pass."""

@@ -1,7 +1,7 @@
 """The JSON of answers, whole and in chunks, in the shapes of the two endpoints."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pdserve.control.messages import FinishReason
@@ -82,7 +82,7 @@ def route_info(stats: Sequence[GenerationStats]) -> list[dict[str, Any]]:
             "seed": choice.seed,
             "stages_ms": {
                 name.removesuffix("_ms"): None if value is None else round(value, 3)
-                for name, value in asdict(choice.timings).items()
+                for name, value in choice.timings._asdict().items()
             },
         }
         for index, choice in enumerate(stats)

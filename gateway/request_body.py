@@ -56,6 +56,8 @@ def validated(shape: type[Body], fields: Mapping[str, Any]) -> Body:
 
 async def _read(request: web.Request) -> bytes:
     try:
+        if request.content.is_eof():  # all of it came with the headers
+            return await request.read()
         async with asyncio.timeout(_READ_TIMEOUT_S):
             return await request.read()
     except TimeoutError:

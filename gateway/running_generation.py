@@ -6,7 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -227,7 +227,7 @@ class RunningGeneration:
 
     async def _back_off(self, plan: RoutePlan) -> None:
         """Wait a little before a node that just failed this request is asked again, as there is no other."""
-        if self._avoided & frozenset(plan.nodes):
+        if self._avoided and self._avoided & frozenset(plan.nodes):
             backoff_s = _FIRST_BACKOFF_S * 2**self._num_attempts * random.uniform(0.5, 1.0)
             await asyncio.sleep(min(backoff_s, self._remaining_s()))
 
@@ -295,11 +295,13 @@ class RunningGeneration:
         is_decoding = node == attempt.decode_key
         self._reach(attempt, RequestStatus.DECODING if is_decoding else RequestStatus.PREFILLING)
         events = self._merge.add(chunk)
-        if events and self._timings.first_token_ms is None:
-            self._timings = replace(self._timings, first_token_ms=self._elapsed_ms())
+        if not events:
+            return
+        if self._timings.first_token_ms is None:
+            self._timings = self._timings._replace(first_token_ms=self._elapsed_ms())
         self._ready.extend(events)
         # A prefill node's one token may release those of the decode node, if they have overtaken it.
-        if events and (is_decoding or sum(len(event.token_ids) for event in events) > len(chunk.token_ids)):
+        if is_decoding or sum(len(event.token_ids) for event in events) > len(chunk.token_ids):
             self._context.on_proof(attempt.nodes)
         if self._merge.is_finished:
             self._end(RequestStatus.FINISHED, finish_reason=events[-1].finish_reason)
@@ -309,7 +311,7 @@ class RunningGeneration:
             return
         name = f"{status.value}_ms"
         if getattr(self._timings, name) is None:
-            self._timings = replace(self._timings, **{name: self._elapsed_ms()})
+            self._timings = self._timings._replace(**{name: self._elapsed_ms()})
         if status is not self._progress.status:
             self._move(status, note=f"attempt {self._num_attempts}")
 
@@ -336,15 +338,15 @@ class RunningGeneration:
         finish_reason: FinishReason | None = None,
         error_code: str | None = None,
     ) -> None:
-        stats = self.stats
+        plan = self._last_plan
         before = self._progress.status
         path = self._progress.advance(target, note)
         facts = RequestFacts(
-            num_attempts=stats.num_attempts,
-            route=stats.route.value,
-            prefill_node_id=stats.prefill_node_id,
-            decode_node_id=stats.decode_node_id,
-            num_output_tokens=stats.num_output_tokens,
+            num_attempts=self._num_attempts,
+            route=self._route.value,
+            prefill_node_id=plan.prefill.node_id if plan and plan.prefill else None,
+            decode_node_id=plan.decode.node_id if plan else None,
+            num_output_tokens=self._merge.num_tokens,
             finish_reason=finish_reason.value if finish_reason else None,
             error_code=error_code,
         )
@@ -371,7 +373,7 @@ class RunningGeneration:
             else:
                 self._attempt.cancel(note or status.value)
             self._attempt = None
-        self._timings = replace(self._timings, ended_ms=self._elapsed_ms())
+        self._timings = self._timings._replace(ended_ms=self._elapsed_ms())
         self._move(status, note=note, finish_reason=finish_reason, error_code=error_code)
         if self._ledger is not None:
             self._ledger.end(self._route if self._merge.num_tokens else None, self._elapsed_ms() / 1000)

@@ -1,12 +1,11 @@
 """A token of a choice as a client sees it, prompt or output."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdserve.control.messages import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class ShownToken:
+class ShownToken(NamedTuple):
     """A token whose text has been shown; `text_offset` counts the characters in front of it."""
 
     token_id: int

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import blake2b
 from ipaddress import ip_address
 from pathlib import Path
@@ -24,7 +24,6 @@ _CLOSE_TIMEOUT_S = 0.5
 # Credit bounds the bytes in flight; these bound the small messages to and from a process that does not read.
 _DEALER_QUEUE_MESSAGES = 100_000
 _ROUTER_QUEUE_MESSAGES = 4_096
-_LAST_READ_S = 1.0
 
 # A socket that must not reconnect: with -1, ZeroMQ's own word for never, it would throw away what had arrived when the
 # connection ended and was not read yet. By then the socket is long closed.
@@ -206,16 +205,3 @@ def send_now(socket: zmq.asyncio.Socket, frames: Sequence[bytes | memoryview]) -
     """
     sent = asyncio.ensure_future(socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False))
     sent.result()  # with DONTWAIT the future is done when it is returned
-
-
-async def wait_all_read(socket: zmq.asyncio.Socket) -> None:
-    """Wait until another task has read what had arrived when the connection of a DEALER ended.
-
-    A monitor tells of the end at once, past messages that are still queued. Nothing follows them; a reader that
-    does not read is waited for no longer than `_LAST_READ_S`.
-    """
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_LAST_READ_S):
-            while int(socket.get(zmq.EVENTS)) & zmq.POLLIN:  # noqa: ASYNC110 - no event says that a socket is empty
-                await asyncio.sleep(0)
-            await asyncio.sleep(0)  # the last one is in the reader's hands, which has its turn before ours

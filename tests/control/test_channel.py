@@ -1,5 +1,4 @@
 import asyncio
-import dataclasses
 import socket
 
 import msgpack
@@ -193,7 +192,7 @@ async def test_a_cancel_sent_just_before_close_arrives(context: zmq.asyncio.Cont
 
 
 def _chunk(attempt_id: str, start: int, **fields: object) -> TokenChunk:
-    return dataclasses.replace(TokenChunk(attempt_id, start, (7,), None, None, None), **fields)
+    return TokenChunk(attempt_id, start, (7,), None, None, None)._replace(**fields)
 
 
 async def _connected(server: ControlServer, context: zmq.asyncio.Context) -> tuple[ControlClient, Peer]:

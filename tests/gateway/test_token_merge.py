@@ -1,5 +1,4 @@
 import itertools
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -63,7 +62,7 @@ def test_logprobs_of_the_prompt_come_with_the_first_token_once() -> None:
     scores = (TokenLogprobs(-1.0, ()), TokenLogprobs(-2.0, ()))
 
     merge.add(chunk(1, 8))
-    first, second = merge.add(replace(chunk(0, 7), prompt_logprobs=scores))
+    first, second = merge.add(chunk(0, 7)._replace(prompt_logprobs=scores))
 
     assert first.prompt_logprobs == scores and second.prompt_logprobs is None
 
@@ -75,7 +74,7 @@ def test_a_first_token_without_the_logprobs_of_the_prompt_is_a_violation(
     merge = TokenMerge(5, has_logprobs=False, num_prompt_logprobs=2)
 
     with pytest.raises(ProtocolViolation):
-        merge.add(replace(chunk(0, 7), prompt_logprobs=scores))
+        merge.add(chunk(0, 7)._replace(prompt_logprobs=scores))
 
 
 def test_a_new_attempt_forgets_what_the_old_one_said_early() -> None:

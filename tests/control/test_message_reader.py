@@ -1,0 +1,119 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import zmq
+import zmq.asyncio
+
+from pdserve.control.message_reader import MessageReader
+from pdserve.kvtransfer.sockets import NEVER_MS
+
+_NUM_MESSAGES = 500
+
+
+@asynccontextmanager
+async def _ends() -> AsyncIterator[tuple[MessageReader, zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    far, near = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    near.connect(f"tcp://127.0.0.1:{far.bind_to_random_port('tcp://127.0.0.1')}")
+    reader = MessageReader(near)
+    try:
+        yield reader, near, far
+    finally:
+        reader.close()
+        context.destroy(linger=0)
+
+
+async def test_messages_come_in_order_whether_they_are_waited_for_or_wait() -> None:
+    async with _ends() as (reader, _, far):
+        for number in range(_NUM_MESSAGES):
+            far.send_multipart([b"%d" % number, b"tail"])
+            if number % 7 == 0:
+                await asyncio.sleep(0)
+
+        heard = [await asyncio.wait_for(reader.recv(), 30) for _ in range(_NUM_MESSAGES)]
+
+        assert heard == [[b"%d" % number, b"tail"] for number in range(_NUM_MESSAGES)]
+
+
+async def test_a_message_whose_note_a_send_took_away_is_not_missed() -> None:
+    async with _ends() as (reader, near, far):
+        heard: list[list[bytes]] = []
+
+        async def read() -> None:
+            while len(heard) < _NUM_MESSAGES:
+                heard.append(await reader.recv())
+
+        reading = asyncio.create_task(read(), name="reader")
+        for number in range(_NUM_MESSAGES):
+            far.send(b"%d" % number)
+            near.send(b"answer")
+            reader.look()
+            await asyncio.sleep(0)
+
+        await asyncio.wait_for(reading, 30)
+        assert heard == [[b"%d" % number] for number in range(_NUM_MESSAGES)]
+
+
+async def test_others_have_their_turn_while_messages_pour_in() -> None:
+    async with _ends() as (reader, _, far):
+        for number in range(_NUM_MESSAGES):
+            far.send(b"%d" % number)
+        turns = 0
+
+        async def take_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(take_turns(), name="other")
+        async with asyncio.timeout(30):
+            for _ in range(_NUM_MESSAGES):
+                await reader.recv()
+        other.cancel()
+
+        assert turns >= _NUM_MESSAGES // 8 - 1
+
+
+async def test_what_arrived_before_the_connection_ended_is_read_first() -> None:
+    """What a node said before it closed is heard, although the end of its connection is known first."""
+    with zmq.asyncio.Context() as context:
+        router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        reader = MessageReader(zmq.Socket.shadow(dealer.underlying))
+        await dealer.send(b"hello")
+        identity, _ = await asyncio.wait_for(router.recv_multipart(), 30)
+        for number in range(_NUM_MESSAGES):
+            await router.send_multipart([identity, b"%d" % number])
+        router.close(linger=10_000)
+        await asyncio.wait_for(monitor.recv_multipart(), 30)
+        heard: list[bytes] = []
+
+        async def read() -> None:
+            while True:
+                heard.extend(await reader.recv())
+                await asyncio.sleep(0)  # as a reader that has work with each
+
+        reading = asyncio.create_task(read(), name="read")
+        await reader.wait_all_read()
+
+        assert heard == [b"%d" % number for number in range(_NUM_MESSAGES)]
+        reading.cancel()
+        reader.close()
+        dealer.disable_monitor()
+        monitor.close(linger=0)
+        dealer.close(linger=0)
+
+
+async def test_a_reader_that_does_not_read_is_not_waited_for_forever() -> None:
+    async with _ends() as (reader, near, far):
+        far.send(b"unread")
+        await asyncio.to_thread(near.poll, 30_000)
+
+        await asyncio.wait_for(reader.wait_all_read(), 30)
+
+        assert await asyncio.wait_for(reader.recv(), 30) == [b"unread"]
