@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pdserve.engine.llm import LLM
     from pdserve.engine.offline_prompt import Prompt
     from pdserve.engine.prompt_run import RequestOutput
+    from pdserve.engine.step_output import SampledToken, TokenScore
 
 _SAMPLING = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "logprobs"),
@@ -106,17 +107,21 @@ def _entry(output: "RequestOutput | InvalidRequest") -> dict[str, Any]:
         if each.stop_reason is not None:
             choice["stop_reason"] = each.stop_reason
         if each.logprobs is not None:
-            choice["logprobs"] = [
-                {"token_id": token.token_id, "logprob": token.logprob, "top_logprobs": list(token.top_logprobs)}
-                for token in each.logprobs
-            ]
+            choice["logprobs"] = [{"token_id": token.token_id, **_likelihood(token)} for token in each.logprobs]
         choices.append(choice)
     usage = {
         "prompt_tokens": len(output.prompt_token_ids),
         "completion_tokens": sum(len(each.token_ids) for each in output.outputs),
         "cached_tokens": output.num_cached_tokens,
     }
-    return {"outputs": choices, "usage": usage}
+    entry: dict[str, Any] = {"outputs": choices, "usage": usage}
+    if output.prompt_logprobs is not None:
+        entry["prompt_logprobs"] = [None if score is None else _likelihood(score) for score in output.prompt_logprobs]
+    return entry
+
+
+def _likelihood(token: "SampledToken | TokenScore") -> dict[str, Any]:
+    return {"logprob": token.logprob, "top_logprobs": list(token.top_logprobs)}
 
 
 def _sampling(settings: Settings) -> dict[str, Any]:

@@ -14,9 +14,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from pdserve.cli.errors import SettingError
 from pdserve.engine.errors import InvalidRequest
 from pdserve.engine.sampling_params import SamplingParams
+from pdserve.engine.structured_outputs import StructuredOutputsParams
 
 _NAMES = ("id", "custom_id")
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
@@ -42,8 +45,8 @@ class PromptLine:
             InvalidRequest: it is neither a text nor an object with one prompt, or has a field that nobody knows.
         """
         try:
-            value = json.loads(self.text)
-        except ValueError as error:
+            value = orjson.loads(self.text)  # strict: no NaN, no half of a surrogate pair, no bottomless nesting
+        except orjson.JSONDecodeError as error:
             raise InvalidRequest("line", f"not valid JSON ({error})") from error
         value = {"prompt": value} if isinstance(value, str) else value
         if not isinstance(value, dict):
@@ -63,8 +66,14 @@ def sampling_of(line: Mapping[str, Any], default: Mapping[str, Any]) -> Sampling
     """
     own = {name: value for name, value in line.items() if name in _SAMPLING}
     try:
+        if isinstance(own.get("logit_bias"), dict):  # JSON has no other keys than texts
+            own["logit_bias"] = {int(token_id): bias for token_id, bias in own["logit_bias"].items()}
+        if isinstance(own.get("structured_outputs"), dict):
+            own["structured_outputs"] = StructuredOutputsParams(**own["structured_outputs"])
         return SamplingParams(**{**default, **own})
-    except (TypeError, AttributeError) as error:
+    except InvalidRequest:
+        raise
+    except (TypeError, AttributeError, ValueError) as error:
         raise InvalidRequest("sampling", f"a value has the wrong type ({error})") from error
 
 
@@ -117,7 +126,9 @@ class AnswerFile:
     def add(self, line: PromptLine, answer: Mapping[str, Any]) -> None:
         """Append the answer of a line: whole or, if the disk is full, cut off at the next start."""
         entry = {"line": line.number, "digest": line.digest, **answer}
-        os.write(self._descriptor, json.dumps(entry, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        rest = json.dumps(entry, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        while rest:  # a disk that is nearly full takes a part, and says at the next call that it is full
+            rest = rest[os.write(self._descriptor, rest) :]
 
 
 def _read_answers(path: Path, descriptor: int) -> dict[int, str]:

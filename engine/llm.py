@@ -255,7 +255,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):
         return [[int(item) for item in prompts if isinstance(item, int)]]
-    return [item for item in prompts if not isinstance(item, int)]
+    each: list[Prompt] = []
+    for item in prompts:
+        if isinstance(item, int):
+            raise InvalidRequest("prompt", "token ids stand beside other prompts: put them into a list of their own")
+        each.append(item)
+    return each
 
 
 def _with_priorities(params: list[SamplingParams], priority: int | Sequence[int] | None) -> list[SamplingParams]:

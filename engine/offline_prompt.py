@@ -1,6 +1,7 @@
 """The forms in which a prompt is given offline: text, token ids, or a mapping that names one of the two."""
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 
 from pdserve.engine.errors import InvalidRequest
 from pdserve.engine.tokenizer import Tokenizer
@@ -12,12 +13,12 @@ def prompt_parts(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:
     """Return the text and the token ids of a prompt, of which at least one is there.
 
     Raises:
-        InvalidRequest: a mapping has neither, or something of another type.
+        InvalidRequest: it is none of these, or a mapping that has neither.
     """
     if isinstance(prompt, str):
         return prompt, None
     if not isinstance(prompt, Mapping):
-        return None, prompt
+        return None, _token_ids(prompt)
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is not None and not isinstance(text, str):
         raise InvalidRequest("prompt", f"must be a text, got {type(text).__name__}")
@@ -28,6 +29,17 @@ def prompt_parts(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:
     if not isinstance(token_ids, list | tuple) or not all(type(item) is int for item in token_ids):
         raise InvalidRequest("prompt_token_ids", "must be a list of token ids")
     return text, token_ids
+
+
+def _token_ids(prompt: object) -> list[int]:
+    """Return the ids as ints; numbers of other libraries count as such."""
+    expected = f"must be a text, a list of token ids or a mapping, got {type(prompt).__name__}"
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise InvalidRequest("prompt", expected)
+    try:
+        return [operator.index(token_id) for token_id in prompt]
+    except TypeError:
+        raise InvalidRequest("prompt", f"{expected} of something else") from None
 
 
 def split_tokens(prompt: Prompt, continuation: Prompt, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

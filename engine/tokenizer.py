@@ -81,9 +81,16 @@ class Tokenizer:
         return self._byte_level
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`; releases the GIL, so a thread may run it beside an event loop."""
-        # encode() holds the GIL (0.9 s for 1 MB); the batch call releases it and skips offsets.
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        """Return the token ids of `text`; releases the GIL, so a thread may run it beside an event loop.
+
+        Raises:
+            InvalidRequest: the text holds half of a surrogate pair.
+        """
+        try:
+            # encode() holds the GIL (0.9 s for 1 MB); the batch call releases it and skips offsets.
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError:  # what the package says of text that is not Unicode
+            raise InvalidRequest("text", "contains half of a surrogate pair, which is no character") from None
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

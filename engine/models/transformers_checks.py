@@ -18,7 +18,7 @@ from pdserve.engine.models.transformers_attention import ATTENTION_NAME, LayerCa
 
 _PROBE_LEN = 24
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # rms of the error over that of the logits
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
+_LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 _OWN_INPUTS = ("vision", "audio", "speech", "image", "video")
 
 
@@ -49,8 +49,8 @@ def refuse_unfit_config(config: Mapping[str, Any]) -> None:
         reason = ": quantized checkpoints (quantization_config) are not served; use the original weights"
     if not reason and config.get("attention_chunk_size"):
         reason = ": its layers attend in chunks (attention_chunk_size)"
-    if not reason and (kind := _rope_type(config)) in _LENGTH_DEPENDENT:
-        reason = f": its rotations depend on the longest sequence of a batch (rope type {kind})"
+    if not reason and (kinds := _rope_types(config) & _LENGTH_DEPENDENT):
+        reason = f": its rotations depend on the longest sequence of a batch (rope type {min(kinds)})"
     if reason:
         raise ModelError(f"model_type {model_type!r} is not supported{reason}")
 
@@ -140,6 +140,9 @@ def _check_logits(model_type: str, ours: Tensor, expected: Tensor, dtype: torch.
         )
 
 
-def _rope_type(config: Mapping[str, Any]) -> str:
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return str(parameters.get("rope_type") or parameters.get("type") or "default")
+def _rope_types(config: Mapping[str, Any]) -> set[str]:
+    """The rope types of all layers; a config may have one for each type of layer, and a text part."""
+    places = [config, config.get("text_config") or {}]
+    found = [place.get(name) or {} for place in places for name in ("rope_parameters", "rope_scaling")]
+    each = [*found, *(part for parameters in found for part in parameters.values() if isinstance(part, Mapping))]
+    return {str(part.get("rope_type") or part.get("type") or "default") for part in each}

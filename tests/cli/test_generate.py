@@ -64,6 +64,49 @@ def test_each_kind_of_line_gets_its_answer(tiny_model: Any, tmp_path: Path) -> N
     assert fields == ["temperature", "tempreature", "messages", "prompt", "line"]
 
 
+def test_a_line_that_no_program_should_write_ends_no_run(tiny_model: Any, tmp_path: Path) -> None:
+    """Each is answered with its mistake, and the lines around it as if it were not there."""
+    (tmp_path / "prompts.jsonl").write_text(
+        "\n".join(
+            (
+                '{"prompt": "w5", "id": NaN}',
+                '{"prompt": "\\ud800 w5"}',
+                "[" * 100_000,
+                '{"prompt": "w5", "temperature": 1e400}',
+                '{"prompt": "w5", "logit_bias": [[1]]}',
+                '{"prompt": "w5", "logit_bias": {"x": 1}}',
+                '{"prompt": "w5", "structured_outputs": {"regex": 5}}',
+                '{"prompt": "w5", "structured_outputs": {"xml": "a"}}',
+                '"w5"',
+            )
+        )
+    )
+
+    assert generate(_settings(tiny_model(), tmp_path), [], progress=lambda line: None) == 0
+
+    answers = _answers(tmp_path)
+    assert len(answers) == 9 and "outputs" in answers[9]
+    fields = [answers[line]["error"]["field"] for line in range(1, 9)]
+    assert fields == ["line", "line", "line", "line", "sampling", "sampling", "regex", "sampling"]
+
+
+def test_a_line_may_ask_for_all_that_sampling_knows(tiny_model: Any, tmp_path: Path) -> None:
+    _write(
+        tmp_path,
+        {"prompt": "w5 w9 w23", "prompt_logprobs": 1, "max_tokens": 2, "logprobs": 0},
+        {"prompt": "w5 w9", "logit_bias": {"7": 100, "8": -100}, "max_tokens": 2},
+    )
+
+    assert generate(_settings(tiny_model(), tmp_path), [], progress=lambda line: None) == 0
+
+    scored, biased = (_answers(tmp_path)[line] for line in (1, 2))
+    first, *others = scored["prompt_logprobs"]
+    assert first is None and len(others) == 2
+    assert all(score["logprob"] < 0 and len(score["top_logprobs"]) == 1 for score in others)
+    assert [token["top_logprobs"] for token in scored["outputs"][0]["logprobs"]] == [[], []]
+    assert biased["outputs"][0]["text"].split() == ["w7", "w7"]
+
+
 def test_penalties_come_from_the_command_line(tiny_model: Any, tmp_path: Path) -> None:
     _write(tmp_path, "w5 w9 w23", {"prompt": "w5 w9 w23", "repetition_penalty": 1.0})
 

@@ -45,6 +45,12 @@ def test_a_prompt_has_the_same_answer_in_every_form(llm: LLM) -> None:
             llm.generate([wrong], _GREEDY, use_tqdm=False)
 
 
+@pytest.mark.parametrize("wrong", [None, 5, 2.5, b"w5", [5, 2.5], [5, None], ["w5"]])
+def test_what_is_no_prompt_is_refused_and_never_left_out(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompt: "):
+        llm.generate(["w5", wrong], SamplingParams(max_tokens=1), use_tqdm=False)
+
+
 def test_results_say_how_they_ended_and_how_likely_they_were(llm: LLM) -> None:
     [plain] = llm.generate([_PROMPTS[0]], _GREEDY, use_tqdm=False)
     third = plain.outputs[0].token_ids[2]

@@ -1,6 +1,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -135,3 +136,10 @@ def test_token_bytes_join_to_the_text(tokenizer):
 
     assert b"".join(tokenizer.token_bytes(token_id) for token_id in token_ids).decode() == text
     assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""
+
+
+def test_half_of_a_surrogate_pair_is_the_callers_mistake(tiny_model: Any) -> None:
+    tokenizer = Tokenizer.load(tiny_model())
+
+    with pytest.raises(InvalidRequest, match="half of a surrogate pair"):
+        tokenizer.encode("w5 \ud800")

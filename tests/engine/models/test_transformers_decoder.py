@@ -83,6 +83,11 @@ def test_what_attends_in_another_way_is_refused_by_name(
         ({"model_type": "whatever", "audio_encoder_config": {"x": 1}}, "'whatever'.*multimodal"),
         ({"quantization_config": {"bits": 4}}, "'gpt2'.*quantization_config"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'gpt2'.*rope type dynamic"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {}}},
+            "'gpt2'.*rope type longrope",
+        ),
+        ({"text_config": {"rope_scaling": {"type": "dynamic"}}}, "'gpt2'.*rope type dynamic"),
         ({"attention_chunk_size": 64}, "'gpt2'.*chunks"),
         ({"sliding_window": 8}, "'gpt2'.*layer 0 should look back 8 tokens, but its code asks for all"),
     ],
