@@ -77,7 +77,7 @@ def _start(
     backend = Backend(
         source=dispatcher,
         status=DispatchStatus(pool, dispatcher, canary),
-        records=store,
+        records=recorder,
         responses=ResponseStore(redis, keyspace, config.http.response_ttl_s),
         quotas=QuotaStore(redis, keyspace, config.http.request_timeout_s + _SPARE_LEASE_S),
     )

@@ -1,6 +1,7 @@
 """Write-behind of status changes: streams never wait for Redis, and go on without it."""
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -9,7 +10,7 @@ from itertools import islice
 from typing import NoReturn
 
 from pdserve.control.errors import RedisUnavailable
-from pdserve.control.request_state import RequestFacts, RequestStatus, StatusChange
+from pdserve.control.request_state import RequestFacts, RequestRecord, RequestStatus, StatusChange
 from pdserve.control.request_store import RequestStore, Transition
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ _LAST_RETRY_S = 2.0
 # A short request's changes, and those of others, become one write: a pipeline costs more than what is in it.
 _GATHER_S = 0.02
 _MAX_WRITTEN = 64  # at once
+_READ_AFTER_WRITE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class RequestRecorder:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._round = asyncio.Event()  # of writing; each has its own
         self._num_submitted = 0
         self._num_written = 0
         self._num_dropped = 0
@@ -99,6 +102,18 @@ class RequestRecorder:
                 await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
 
+    async def get(self, request_id: str) -> RequestRecord | None:
+        """Return the record, or None. Who was told of a change here finds it, unless Redis is slow.
+
+        Raises:
+            RedisUnavailable: nothing can be read now.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_READ_AFTER_WRITE_S):
+                while request_id in self._unwritten:
+                    await self._round.wait()
+        return await self._store.get(request_id)
+
     async def flush(self, timeout_s: float) -> None:
         """Wait, while `run` runs, until everything is written or dropped; at most `timeout_s`."""
         try:
@@ -117,6 +132,8 @@ class RequestRecorder:
                 if problem is not None:
                     logger.warning("its record is left as it is: %s", problem, extra={"request_id": request_id})
                 self._settle(request_id, change, problem is not None)
+            self._round.set()
+            self._round = asyncio.Event()
         self._wake.clear()
         self._idle.set()
 

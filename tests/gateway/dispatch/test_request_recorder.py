@@ -63,6 +63,25 @@ async def test_a_record_that_is_gone_is_dropped_and_the_next_is_written(redis) -
     assert (counts.submitted, counts.written, counts.dropped, counts.pending) == (3, 1, 2, 0)
 
 
+async def test_who_was_told_of_a_change_finds_it_in_the_record(own_redis) -> None:
+    redis = connect(own_redis.url, timeout_s=30.0)
+    store = RequestStore(redis, Keyspace("test"))
+    recorder = RequestRecorder(store)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(recorder.run(), name="recorder")
+        for number in range(20):
+            await store.create(f"r{number}", "g", 1)
+            progress = RequestProgress(f"r{number}")
+            _advance(recorder, progress, S.PREFILLING, S.TRANSFERRING, S.DECODING, S.FINISHED)
+
+            record = await recorder.get(f"r{number}")
+
+            assert record is not None and record.status is S.FINISHED
+        assert await recorder.get("nobody") is None
+        running.cancel()
+    await redis.close()
+
+
 async def test_what_waits_is_bounded_in_number_and_time() -> None:
     redis = connect("unix:///nowhere/redis.sock")
     recorder = RequestRecorder(RequestStore(redis, Keyspace("test")), max_pending=2, retry_for_s=0.1)
