@@ -7,10 +7,10 @@ over a Unix socket, ours over both, through shared memory, and by the way that i
 --curve also encrypted, with --decoding also to a node whose device computes steps of 20 ms and takes blocks between two
 of them. The receiver of ours checks every block and copies it into a slot, as a decode node does; that of bare pyzmq
 drops its frames. `checked` is bare pyzmq with what every receiver has to do that is sure of its blocks, a checksum at
-both ends and a copy into a slot, and with the send buffer and the kept frame memory of ours. `memcpy` copies as many bytes once in one process. Printed are the medians: GB/s by
-the clock, GB for each second of processor time of both processes, which other work on the machine disturbs less, and
-both as parts of bare pyzmq's: over TCP for TCP, over the Unix socket for that and for shared memory. How ours hides
-behind a prefill is measured by benchmarks/pipelining.py.
+both ends and a copy into a slot, and with the send buffer and the kept frame memory of ours. `memcpy` copies as many
+bytes once in one process. Printed are the medians: GB/s by the clock, GB for each second of processor time of both
+processes, which other work on the machine disturbs less, and both as parts of bare pyzmq's: over TCP for TCP, over the
+Unix socket for that and for shared memory. How ours hides behind a prefill is measured by benchmarks/pipelining.py.
 """
 
 import argparse

@@ -13,8 +13,8 @@ import zmq
 _LAST_READ_S = 1.0
 _MESSAGES_PER_TURN = 4  # then others have theirs
 
-# As plain numbers, and frame by frame below: pyzmq's own flags are enumerations and its calls for whole messages ask the
-# socket after each frame, together half of what a message costs here.
+# As plain numbers, and frame by frame below: pyzmq's own flags are enumerations, and its calls for whole messages ask
+# the socket after each frame, together a quarter of what a message costs here.
 _DONTWAIT, _SNDMORE, _EVENTS, _POLLIN = int(zmq.DONTWAIT), int(zmq.SNDMORE), int(zmq.EVENTS), int(zmq.POLLIN)
 
 

@@ -26,8 +26,8 @@ _DEALER_QUEUE_MESSAGES = 100_000
 _ROUTER_QUEUE_MESSAGES = 4_096
 _LAST_READ_S = 1.0
 
-# Over loopback TCP, which is no long way to fill. The kernel's own choice grows to some MiB; what waits there falls out of
-# the processor's cache and comes back from memory: blocks of 720 KiB took 1.3 times the processor time. Unix sockets
+# Over loopback TCP, which is no long way to fill. The kernel's own choice grows to some MiB; what waits there falls out
+# of the processor's cache and comes back from memory: blocks of 720 KiB took 1.3 times the processor time. Unix sockets
 # have a small one of themselves.
 _LOCAL_SEND_BUFFER_BYTES = 256 * 1024
 
