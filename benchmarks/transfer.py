@@ -6,11 +6,11 @@ All move frames of the same size between two processes, alternating round by rou
 over a Unix socket, ours over both, through shared memory, and by the way that it takes by itself on one machine; with
 --curve also encrypted, with --decoding also to a node whose device computes steps of 20 ms and takes blocks between two
 of them. The receiver of ours checks every block and copies it into a slot, as a decode node does; that of bare pyzmq
-drops its frames. `checked` is bare pyzmq with what every receiver has to do that is sure of its blocks: a checksum at
-both ends and a copy into a slot. `memcpy` copies as many bytes once in one process. Printed are the medians: GB/s by
-the clock, GB for each second of processor time of both processes, which other work on the machine disturbs less, and
-both as parts of bare pyzmq's: over TCP for TCP, over the Unix socket for that and for shared memory. How ours hides
-behind a prefill is measured by benchmarks/pipelining.py.
+drops its frames. `checked` is bare pyzmq with what every receiver has to do that is sure of its blocks, a checksum at
+both ends and a copy into a slot, and with the send buffer and the kept frame memory of ours. `memcpy` copies as many
+bytes once in one process. Printed are the medians: GB/s by the clock, GB for each second of processor time of both
+processes, which other work on the machine disturbs less, and both as parts of bare pyzmq's: over TCP for TCP, over the
+Unix socket for that and for shared memory. How ours hides behind a prefill is measured by benchmarks/pipelining.py.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def main() -> None:
     """Run the rounds and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--block-kib", type=int, nargs="+", default=[90, 720], help="sizes of a block (demo model: 720)"
+        "--block-kib", type=int, nargs="+", default=[64, 256, 720, 1024, 4096], help="of a block (demo model: 720)"
     )
     parser.add_argument("--runs", type=int, nargs="+", default=[1, 5], help="blocks that make one frame")
     parser.add_argument("--mib", type=int, default=1_000, help="moved in a round")

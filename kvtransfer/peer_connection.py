@@ -121,16 +121,14 @@ class PeerConnection:
             text = f"{self.peer.endpoint}: {server_key} is not a trusted key"
             self.lose(TransferRefused(FailureCode.UNAUTHENTICATED, text))
             return
-        socket = open_dealer(context, self._config, server_key)
+        endpoint = self.peer.endpoint
+        if self._config.uses_shortcuts:
+            endpoint = fastest_way(endpoint, self.peer.incarnation)
+        socket = open_dealer(context, endpoint, self._config, server_key)
         monitor = open_monitor(context, socket, _LOST_EVENTS)
         try:
             self._port = port = MessagePort(socket)
-            socket.setsockopt(zmq.IPV6, int("[" in self.peer.endpoint))
-            socket.connect(
-                fastest_way(self.peer.endpoint, self.peer.incarnation)
-                if self._config.uses_shortcuts
-                else self.peer.endpoint
-            )
+            socket.connect(endpoint)
             self.send(self._hello())
             async with asyncio.TaskGroup() as group:
                 loops = [
