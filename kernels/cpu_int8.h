@@ -45,7 +45,7 @@ template <int kRows, int kPanels>
 inline void multiply_step(const int8_t* weight, int64_t panel_size, const int8_t* x, int64_t x_stride, int64_t step,
                           const int8_t* ahead, IntVec (&sums)[kRows][kPanels]) {
   __m512i weights[kPanels];
-  for (int j = 0; j < kPanels; j++) __builtin_prefetch(ahead + j * panel_size + step * kLanes * kInputs);
+  for (int j = 0; j < kPanels; j++) __builtin_prefetch(ahead + j * panel_size + step * kLanes * kInputs, 0, 2);
   for (int j = 0; j < kPanels; j++) weights[j] = _mm512_loadu_si512(weight + j * panel_size + step * kLanes * kInputs);
   for (int i = 0; i < kRows; i++) {
     int32_t inputs;
@@ -120,7 +120,7 @@ inline void multiply(const Int8Linear& a, int64_t row, int64_t panel, bool is_fi
   const int16_t* x = a.x.values(row);
   for (int64_t k = 0; k < num_steps; k++) {
     ShortVec weights[kPanels];
-    for (int j = 0; j < kPanels; j++) __builtin_prefetch(ahead + j * panel_size + k * kLanes * kInputs);
+    for (int j = 0; j < kPanels; j++) __builtin_prefetch(ahead + j * panel_size + k * kLanes * kInputs, 0, 2);
     for (int j = 0; j < kPanels; j++) weights[j] = load_weights(weight + j * panel_size + k * kLanes * kInputs);
     for (int i = 0; i < kRows; i++) {
       const ShortVec input = splat_pair(x + i * stride + k * kInputs);
