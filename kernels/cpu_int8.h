@@ -137,6 +137,8 @@ inline void int8_tile(const Int8Linear& a, int64_t row, int64_t panel, bool is_f
   IntVec sums[kRows][kPanels];
   for (int i = 0; i < kRows; i++)
     for (int j = 0; j < kPanels; j++) sums[i][j] = IntVec{};
+  for (int i = 0; i < kRows; i++)
+    for (int j = 0; j < kPanels; j++) __builtin_prefetch(a.y + (row + i) * a.y_stride + (panel + j) * kLanes, 1);
   multiply(a, row, panel, is_first, sums);
   for (int j = 0; j < kPanels; j++) {
     const int64_t column = (panel + j) * kLanes, size = std::min<int64_t>(kLanes, a.weight.num_outputs - column);
