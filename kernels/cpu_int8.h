@@ -131,7 +131,8 @@ inline void multiply(const Int8Linear& a, int64_t row, int64_t panel, bool is_fi
 
 #endif
 
-// The first tile of rows that passes some panels fetches the next ones: weights come from memory while it computes.
+// The first tile of rows that passes some panels fetches the next ones, into the second-level cache: weights come from
+// memory while it computes. The lines of the results may be another core's, and are asked for early.
 template <int kRows, int kPanels>
 inline void int8_tile(const Int8Linear& a, int64_t row, int64_t panel, bool is_first) {
   IntVec sums[kRows][kPanels];
