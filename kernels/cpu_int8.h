@@ -45,7 +45,7 @@ template <int kRows, int kPanels>
 inline void multiply_step(const int8_t* weight, int64_t panel_size, const int8_t* x, int64_t x_stride, int64_t step,
                           const int8_t* ahead, IntVec (&sums)[kRows][kPanels]) {
   __m512i weights[kPanels];
-  for (int j = 0; j < kPanels; j++) __builtin_prefetch(ahead + j * panel_size + step * kLanes * kInputs);
+  for (int j = 0; j < kPanels; j++) __builtin_prefetch(ahead + j * panel_size + step * kLanes * kInputs, 0, 2);
   for (int j = 0; j < kPanels; j++) weights[j] = _mm512_loadu_si512(weight + j * panel_size + step * kLanes * kInputs);
   for (int i = 0; i < kRows; i++) {
     int32_t inputs;
@@ -120,7 +120,7 @@ inline void multiply(const Int8Linear& a, int64_t row, int64_t panel, bool is_fi
   const int16_t* x = a.x.values(row);
   for (int64_t k = 0; k < num_steps; k++) {
     ShortVec weights[kPanels];
-    for (int j = 0; j < kPanels; j++) __builtin_prefetch(ahead + j * panel_size + k * kLanes * kInputs);
+    for (int j = 0; j < kPanels; j++) __builtin_prefetch(ahead + j * panel_size + k * kLanes * kInputs, 0, 2);
     for (int j = 0; j < kPanels; j++) weights[j] = load_weights(weight + j * panel_size + k * kLanes * kInputs);
     for (int i = 0; i < kRows; i++) {
       const ShortVec input = splat_pair(x + i * stride + k * kInputs);
@@ -131,12 +131,15 @@ inline void multiply(const Int8Linear& a, int64_t row, int64_t panel, bool is_fi
 
 #endif
 
-// The first tile of rows that passes some panels fetches the next ones: weights come from memory while it computes.
+// The first tile of rows that passes some panels fetches the next ones, into the second-level cache: weights come from
+// memory while it computes. The lines of the results may be another core's, and are asked for early.
 template <int kRows, int kPanels>
 inline void int8_tile(const Int8Linear& a, int64_t row, int64_t panel, bool is_first) {
   IntVec sums[kRows][kPanels];
   for (int i = 0; i < kRows; i++)
     for (int j = 0; j < kPanels; j++) sums[i][j] = IntVec{};
+  for (int i = 0; i < kRows; i++)
+    for (int j = 0; j < kPanels; j++) __builtin_prefetch(a.y + (row + i) * a.y_stride + (panel + j) * kLanes, 1);
   multiply(a, row, panel, is_first, sums);
   for (int j = 0; j < kPanels; j++) {
     const int64_t column = (panel + j) * kLanes, size = std::min<int64_t>(kLanes, a.weight.num_outputs - column);
