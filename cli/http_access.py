@@ -97,6 +97,21 @@ def http_config(settings: Settings, model_name: str) -> "HttpConfig":
     )
 
 
+def read_chat_template(path: str | None) -> str | None:
+    """Return the text of --chat-template.
+
+    Raises:
+        SettingError: it cannot be read.
+    """
+    if path is None:
+        return None
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise SettingError(f"--chat-template: cannot read {path!r} ({reason}); give a Jinja file") from None
+
+
 def check_access(settings: Settings) -> None:
     """Say now what a gateway would say later.
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pdserve.cli.errors import SettingError
 from pdserve.cli.free_port import free_port
-from pdserve.cli.http_access import check_access, http_config
+from pdserve.cli.http_access import check_access, http_config, read_chat_template
 from pdserve.cli.setting_spec import Command
 from pdserve.cli.settings import Settings
 from pdserve.cli.transfer_key import load_transfer_keys
@@ -38,7 +38,7 @@ def run_gateway(settings: Settings, progress: Progress) -> int:
     free_port(settings.host, settings.port)  # before anything slow
     check_access(settings)
     keys = load_transfer_keys(settings.transfer_key_file, settings.transfer_key)
-    chat_template = _read_chat_template(settings.chat_template)
+    chat_template = read_chat_template(settings.chat_template)
     model_dir = resolve_model(settings.model, progress=progress)
     from pdserve.gateway.config import GatewayConfig
     from pdserve.gateway.dispatch_config import CanaryConfig, DispatchConfig
@@ -201,15 +201,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _read_chat_template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"--chat-template: cannot read {path!r} ({error}); give a Jinja file") from None
 
 
 def required_redis_url(settings: Settings) -> str:

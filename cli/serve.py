@@ -18,7 +18,7 @@ from pdserve.cli.child_process import ChildProcess, ChildSpec, pdserve_command
 from pdserve.cli.embedded_redis import EmbeddedRedis, embedded_redis
 from pdserve.cli.errors import ChildFailed
 from pdserve.cli.free_port import free_port
-from pdserve.cli.http_access import check_access
+from pdserve.cli.http_access import check_access, read_chat_template
 from pdserve.cli.progress import ProgressPrinter
 from pdserve.cli.setting_spec import Command
 from pdserve.cli.settings import Settings, specs_of
@@ -57,6 +57,7 @@ def serve(settings: Settings, printer: ProgressPrinter, environment: Mapping[str
     """
     load_transfer_keys(settings.transfer_key_file, settings.transfer_key)  # what is wrong with it is said here, once
     check_access(settings)
+    read_chat_template(settings.chat_template)
     port = free_port(settings.host, settings.port)
     model_dir = resolve_model(settings.model, progress=printer.say)
     name = settings.served_model_name or model_name_of(settings.model)

@@ -194,7 +194,8 @@ def _convert_into(target: Path, gguf_path: Path, progress: Progress) -> None:
     try:
         child = "from pdserve.engine.gguf_conversion import main; main()"
         command = [sys.executable, "-P", "-c", child, str(gguf_path), str(scratch)]
-        _run(command, f"converting {gguf_path.name}", _CONVERSION_TIMEOUT_S, progress=progress)
+        with tempfile.TemporaryDirectory(prefix="pdserve-convert-") as temp_dir:  # torch leaves a cache folder in it
+            _run(command, f"converting {gguf_path.name}", _CONVERSION_TIMEOUT_S, progress=progress, TMPDIR=temp_dir)
         check_model_dir(scratch)
         scratch.chmod(0o755)  # mkdtemp's 0700 and safetensors' 0600 would lock out a container's own user
         for file in scratch.iterdir():
@@ -204,9 +205,9 @@ def _convert_into(target: Path, gguf_path: Path, progress: Progress) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _run(command: list[str], what: str, timeout_s: float, *, progress: Progress | None) -> None:
+def _run(command: list[str], what: str, timeout_s: float, *, progress: Progress | None, **environment: str) -> None:
     """Run to the end, passing stdout to `progress`; on failure the last lines become the error."""
-    environment = child_environment(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
+    quiet = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with (
         tempfile.TemporaryFile("w+") as stderr,
         subprocess.Popen(
@@ -215,7 +216,7 @@ def _run(command: list[str], what: str, timeout_s: float, *, progress: Progress 
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env=environment,
+            env=child_environment(**quiet, **environment),
         ) as child,
     ):
         timer = threading.Timer(timeout_s, child.kill)

@@ -1,10 +1,16 @@
 """From settings to the configuration of each process, and the small commands around them."""
 
 import asyncio
+import contextlib
+import errno
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,6 +184,50 @@ def test_generate_answers_from_standard_input(demo_model_dir: Path) -> None:
 
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("command", ["prefill", "decode"])
+def test_a_node_that_is_still_loading_ends_when_told_to(
+    command: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model(), model)
+    (model / "generation_config.json").unlink(missing_ok=True)
+    os.mkfifo(model / "generation_config.json")
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", "from pdserve.cli.main import main; main()", command, "--model", str(model)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ) | {"REDIS_URL": "redis://127.0.0.1:1"},
+    ) as node:
+        try:
+            with _writer_of(model / "generation_config.json", node):  # it has been opened, and is never read to its end
+                node.send_signal(signal.SIGTERM)
+
+                assert node.wait(timeout=60) == 128 + signal.SIGTERM
+        finally:
+            node.kill()
+        assert node.stderr is not None and "Traceback" not in node.stderr.read()
+
+
+@contextlib.contextmanager
+def _writer_of(fifo: Path, reader: subprocess.Popen[str]) -> Iterator[None]:
+    """Hold the writing end of `fifo`, opened as soon as `reader` has opened the other."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            descriptor = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+            break
+        except OSError as error:
+            assert error.errno == errno.ENXIO and reader.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)  # a pipe announces its reader by opening only
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("command", ["gateway", "serve"])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tempfile
 import threading
 from pathlib import Path
 
@@ -121,7 +122,13 @@ def test_broken_gguf_leaves_nothing_behind_and_shows_the_reason(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_starts_convert_the_demo_model_once(cache_dir: Path) -> None:
+def test_two_starts_convert_the_demo_model_once_and_leave_nothing_else(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temp_dir = tmp_path / "temp"
+    temp_dir.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temp_dir))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it is asked again
     lines: list[str] = []
     paths: list[Path] = []
 
@@ -138,6 +145,7 @@ def test_two_starts_convert_the_demo_model_once(cache_dir: Path) -> None:
     assert len(set(paths)) == 1
     check_model_dir(paths[0])
     assert sum(line.startswith("converting") for line in lines) == 1
+    assert list(temp_dir.iterdir()) == []
 
 
 @pytest.mark.slow
