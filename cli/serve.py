@@ -59,6 +59,10 @@ def serve(settings: Settings, printer: ProgressPrinter, environment: Mapping[str
     check_access(settings)
     read_chat_template(settings.chat_template)
     port = free_port(settings.host, settings.port)
+    if settings.redis_url is not None:
+        from pdserve.cli.redis_check import check_redis  # needs redis-py, which takes a while to load
+
+        check_redis(settings.redis_url)
     model_dir = resolve_model(settings.model, progress=printer.say)
     name = settings.served_model_name or model_name_of(settings.model)
     settings = replace(settings, port=port, served_model_name=name)
@@ -163,7 +167,7 @@ def curl_example(url: str, model_name: str, needs_key: bool) -> str:
     message = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": model_name, "messages": [message], "temperature": 0, "stream": True})
     key = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
-    return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d '{body}'"
+    return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d {shlex.quote(body)}"
 
 
 def doctor_command(namespace: str, redis: EmbeddedRedis | None, key_file: str | None = None) -> str:

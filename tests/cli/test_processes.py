@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import errno
+import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -21,7 +23,7 @@ from pdserve.cli.embedded_redis import embedded_redis
 from pdserve.cli.errors import SettingError
 from pdserve.cli.node_health import ask_nodes
 from pdserve.cli.processes import advertised_host, engine_config, node_config
-from pdserve.cli.serve import _arguments, _with_own_ports
+from pdserve.cli.serve import _arguments, _with_own_ports, curl_example
 from pdserve.cli.setting_sources import resolve_settings
 from pdserve.cli.setting_spec import Command
 from pdserve.cli.settings import Settings
@@ -100,6 +102,14 @@ def test_nodes_of_one_machine_publish_on_ports_of_their_own() -> None:
     assert [_with_own_ports(settings, index).kv_events_port for index in range(3)] == [5600, 5602, 5604]
     assert _with_own_ports(replace(settings, kv_events_port=0), 2).kv_events_port == 0
     assert _with_own_ports(SETTINGS, 2).kv_events_port is None
+
+
+def test_pasted_curl_asks_for_the_model_whatever_its_name_is() -> None:
+    name = 'it\'s "a" $model'
+
+    words = shlex.split(curl_example("http://[::1]:8000", name, needs_key=False))
+
+    assert json.loads(words[words.index("-d") + 1])["model"] == name
 
 
 def test_engine_settings_arrive(tmp_path: Path) -> None:
