@@ -3,11 +3,14 @@
 import asyncio
 import ipaddress
 import logging
+import os
 import secrets
+import signal
 import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from urllib.parse import urlsplit
 
 from pdserve.cli.errors import SettingError
@@ -70,6 +73,7 @@ def run_prefill(settings: Settings, progress: Progress) -> int:
     """Run one prefill node until it is stopped; return its exit code."""
     node = node_config(settings, Command.PREFILL, load_transfer_keys(settings.transfer_key_file, settings.transfer_key))
     engine = engine_config(settings, progress)
+    _let_signals_end_the_process()
     from pdserve.prefill_node.config import PrefillNodeConfig
     from pdserve.prefill_node.process import run_prefill_node
 
@@ -87,10 +91,25 @@ def run_decode(settings: Settings, progress: Progress) -> int:
     """Run one decode node until it is stopped; return its exit code."""
     node = node_config(settings, Command.DECODE, load_transfer_keys(settings.transfer_key_file, settings.transfer_key))
     engine = engine_config(settings, progress)
+    _let_signals_end_the_process()
     from pdserve.decode_node.config import DecodeNodeConfig
     from pdserve.decode_node.process import run_decode_node
 
     return asyncio.run(run_decode_node(DecodeNodeConfig(node=node, engine=engine)))
+
+
+def _let_signals_end_the_process() -> None:
+    """Let SIGTERM and SIGINT end this process where it stands, until the node handles them while it serves.
+
+    Importing torch and loading a model are minutes of compiled code and of a thread that nothing interrupts; nothing is
+    registered or promised yet that would have to be taken back. The first process of a container has no default.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit_now if os.getpid() == 1 else signal.SIG_DFL)
+
+
+def _exit_now(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
 
 
 def node_config(settings: Settings, role: Command, keys: CurveKeys | None = None) -> NodeConfig:

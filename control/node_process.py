@@ -24,7 +24,6 @@ from pdserve.kvtransfer.sockets import is_local
 logger = logging.getLogger(__name__)
 
 _LINGER_MS = 300
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _AUTOGROUP = Path("/proc/self/autogroup")
 
 
@@ -59,17 +58,6 @@ def warn_if_open(config: NodeConfig) -> None:
             "what this node says and hears on %s is neither authenticated nor encrypted; give --transfer-key-file",
             config.host,
         )
-
-
-def end_at_once_on_signals() -> None:
-    """Let SIGTERM and SIGINT end the process where it stands, until `serve_until_stopped` handles them.
-
-    Loading is a thread's work of up to minutes that nothing interrupts and that asyncio would wait for; and nothing is
-    registered or promised yet that would have to be taken back.
-    """
-    loop = asyncio.get_running_loop()
-    for number in _STOP_SIGNALS:
-        loop.add_signal_handler(number, _end_at_once, number)
 
 
 def settle() -> None:
@@ -112,12 +100,6 @@ async def serve_until_stopped(
     return 1 if has_failed else 0
 
 
-def _end_at_once(number: signal.Signals) -> None:
-    logger.info("%s before this node served: it ends at once", number.name)
-    logging.shutdown()
-    os._exit(128 + number)
-
-
 async def _stop_after(part: Coroutine[None, None, None], stop: asyncio.Event) -> None:
     await part
     logger.error("a part of this node has ended by itself; the node stops")
@@ -128,10 +110,11 @@ async def _stop_after(part: Coroutine[None, None, None], stop: asyncio.Event) ->
 def _stop_signals() -> Iterator[asyncio.Event]:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in _STOP_SIGNALS:
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
         loop.add_signal_handler(number, stop.set)
     try:
         yield stop
     finally:
-        for number in _STOP_SIGNALS:
+        for number in signals:
             loop.remove_signal_handler(number)

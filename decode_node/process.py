@@ -8,7 +8,7 @@ from pdserve.control.kv_event_feed import KVEventFeed
 from pdserve.control.lease_keeper import LeaseKeeper
 from pdserve.control.messages import NodeRole
 from pdserve.control.node_host import HostLimits, NodeHost
-from pdserve.control.node_process import end_at_once_on_signals, node_resources, serve_until_stopped
+from pdserve.control.node_process import node_resources, serve_until_stopped
 from pdserve.control.node_reports import kv_layout, node_info, node_load
 from pdserve.control.span_log import SpanLog
 from pdserve.control.transfer_reports import peer_reports
@@ -25,7 +25,6 @@ from pdserve.kvtransfer.receiver import BlockReceiver
 async def run_decode_node(config: DecodeNodeConfig) -> int:
     """Load, register, serve; return the exit code. This function is the process."""
     node, incarnation = config.node, secrets.token_hex(8)
-    end_at_once_on_signals()
     keep_frame_memory()
     share_one_heap()
     loaded = await asyncio.to_thread(Engine.load, config.engine)

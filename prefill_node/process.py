@@ -8,7 +8,7 @@ from pdserve.control.kv_event_feed import KVEventFeed
 from pdserve.control.lease_keeper import LeaseKeeper
 from pdserve.control.messages import NodeRole
 from pdserve.control.node_host import HostLimits, NodeHost
-from pdserve.control.node_process import end_at_once_on_signals, node_resources, serve_until_stopped
+from pdserve.control.node_process import node_resources, serve_until_stopped
 from pdserve.control.node_reports import kv_layout, node_info, node_load
 from pdserve.control.span_log import SpanLog
 from pdserve.control.transfer_reports import measure_link, peer_reports
@@ -24,7 +24,6 @@ from pdserve.prefill_node.prefill_worker import PrefillWorker
 async def run_prefill_node(config: PrefillNodeConfig) -> int:
     """Load, register, serve; return the exit code. This function is the process."""
     node, incarnation = config.node, secrets.token_hex(8)
-    end_at_once_on_signals()
     share_one_heap()
     loaded = await asyncio.to_thread(Engine.load, config.engine)
     return_freed_memory()

@@ -131,7 +131,7 @@ def test_a_user_without_a_home_may_serve_a_directory_and_is_told_what_all_else_n
     monkeypatch.setattr(pwd, "getpwuid", is_unknown)
 
     assert resolve_model(str(model_dir), progress=ignore) == model_dir
-    with pytest.raises(ModelError, match="no home directory .*set XDG_CACHE_HOME"):
+    with pytest.raises(ModelError, match=r"no home directory .*set XDG_CACHE_HOME"):
         resolve_model("demo", progress=ignore)
 
 
