@@ -14,6 +14,7 @@ from types import FrameType
 from urllib.parse import urlsplit
 
 from pdserve.cli.errors import SettingError
+from pdserve.cli.file_check import check_files
 from pdserve.cli.free_port import free_port
 from pdserve.cli.http_access import check_access, http_config, read_chat_template
 from pdserve.cli.setting_spec import Command
@@ -72,6 +73,7 @@ def run_gateway(settings: Settings, progress: Progress) -> int:
 def run_prefill(settings: Settings, progress: Progress) -> int:
     """Run one prefill node until it is stopped; return its exit code."""
     node = node_config(settings, Command.PREFILL, load_transfer_keys(settings.transfer_key_file, settings.transfer_key))
+    check_files(settings)
     engine = engine_config(settings, progress)
     _let_signals_end_the_process()
     from pdserve.prefill_node.config import PrefillNodeConfig
@@ -90,6 +92,7 @@ def run_prefill(settings: Settings, progress: Progress) -> int:
 def run_decode(settings: Settings, progress: Progress) -> int:
     """Run one decode node until it is stopped; return its exit code."""
     node = node_config(settings, Command.DECODE, load_transfer_keys(settings.transfer_key_file, settings.transfer_key))
+    check_files(settings)
     engine = engine_config(settings, progress)
     _let_signals_end_the_process()
     from pdserve.decode_node.config import DecodeNodeConfig

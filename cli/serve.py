@@ -17,6 +17,7 @@ from pathlib import Path
 from pdserve.cli.child_process import ChildProcess, ChildSpec, pdserve_command
 from pdserve.cli.embedded_redis import EmbeddedRedis, embedded_redis
 from pdserve.cli.errors import ChildFailed
+from pdserve.cli.file_check import check_files
 from pdserve.cli.free_port import free_port
 from pdserve.cli.http_access import check_access, read_chat_template
 from pdserve.cli.progress import ProgressPrinter
@@ -58,6 +59,7 @@ def serve(settings: Settings, printer: ProgressPrinter, environment: Mapping[str
     load_transfer_keys(settings.transfer_key_file, settings.transfer_key)  # what is wrong with it is said here, once
     check_access(settings)
     read_chat_template(settings.chat_template)
+    check_files(settings)
     port = free_port(settings.host, settings.port)
     if settings.redis_url is not None:
         from pdserve.cli.redis_check import check_redis  # needs redis-py, which takes a while to load
