@@ -15,6 +15,14 @@ PACKAGES := cli gateway prefill_node decode_node control engine kernels kvtransf
 # What is installed is known by its content: another pyproject.toml, constraints.txt or kernel source installs again.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt $(CPU_SOURCES) | sha256sum | cut -c1-16)
 
+# A mistyped variable would be ignored in silence; those that reach programs by the environment may be given too.
+KNOWN := MODEL PREFILL DECODE HOST PORT DTYPE ARGS PYTHON VENV REDIS_URL PDSERVE_% PIP_% HF_% XDG_% OMP_% SSL_% %_proxy \
+    %_PROXY CC CXX CFLAGS CXXFLAGS LDFLAGS HOME PATH TMPDIR CI SHELL MAKEFLAGS JUDGE
+unknown = $(filter-out $(KNOWN),$(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name))))
+ifneq ($(and $(filter serve,$(MAKECMDGOALS)),$(unknown)),)
+$(error make serve has no variable $(unknown); `make help` lists those that it has)
+endif
+
 given = $(if $(filter command,$(origin $(1))),$(2) '$(subst ','\'',$($(1)))')
 
 .PHONY: help serve test kernels check judges setup typing
@@ -22,7 +30,7 @@ given = $(if $(filter command,$(origin $(1))),$(2) '$(subst ','\'',$($(1)))')
 help:
 	@echo 'make serve   serve the demo model on http://127.0.0.1:8000 until Ctrl-C; options, with their defaults:'
 	@echo '             MODEL=demo (or a directory, a .gguf file, a hub id) PREFILL=1 DECODE=1'
-	@echo '             HOST=127.0.0.1 PORT=8000 DTYPE=auto, and ARGS="..." for any other flag of pdserve serve'
+	@echo '             HOST=127.0.0.1 PORT=8000 DTYPE=float32, and ARGS="..." for any other flag of pdserve serve'
 	@echo 'make test    run every test that needs neither a GPU nor Docker'
 	@echo 'make judges  serve the demo model and let clients, fuzzers, load tools and lm_eval judge it (minutes; JUDGE=one for one)'
 	@echo 'make kernels run the Triton kernels in the interpreter and compile some for a GPU (part of make test)'

@@ -19,10 +19,10 @@ def api_keys(settings: Settings) -> "KeyRing":
     """Return the keys of --api-keys and --api-keys-file.
 
     Raises:
-        SettingError: limits without keys, or the same key twice.
-        InvalidKeyFile: the file cannot be used.
+        SettingError: limits without keys, the same key twice, or a file that cannot be used.
     """
     from pdserve.gateway.api_keys import KeyLimits, KeyRing, keys_of, load_keys
+    from pdserve.gateway.errors import InvalidKeyFile
 
     limits = KeyLimits(
         requests_per_minute=settings.requests_per_minute,
@@ -32,7 +32,10 @@ def api_keys(settings: Settings) -> "KeyRing":
     )
     keys = keys_of(settings.api_keys, limits)
     if settings.api_keys_file is not None:
-        keys += load_keys(Path(settings.api_keys_file).expanduser(), limits)
+        try:
+            keys += load_keys(Path(settings.api_keys_file).expanduser(), limits)
+        except InvalidKeyFile as error:
+            raise SettingError(f"--api-keys-file: {error}") from None
     if not keys and not limits.is_none:
         raise SettingError("limits are those of API keys: give --api-keys or --api-keys-file too")
     if len({key.digest for key in keys}) < len(keys):
@@ -95,6 +98,21 @@ def http_config(settings: Settings, model_name: str) -> "HttpConfig":
         drain_s=settings.drain_s,
         response_ttl_s=settings.response_ttl_s,
     )
+
+
+def read_chat_template(path: str | None) -> str | None:
+    """Return the text of --chat-template.
+
+    Raises:
+        SettingError: it cannot be read.
+    """
+    if path is None:
+        return None
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise SettingError(f"--chat-template: cannot read {path!r} ({reason}); give a Jinja file") from None
 
 
 def check_access(settings: Settings) -> None:

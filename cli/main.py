@@ -1,22 +1,13 @@
-"""The `pdserve` command: reads the command line and the environment, then runs one subcommand.
+"""The `pdserve` command: from the first moment on, what ends it ends it quietly and with a code."""
 
-Heavy modules are imported by the subcommand that needs them: help texts and wrong values answer at once.
-"""
-
-import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
 from pdserve.cli.errors import CliError
-from pdserve.cli.parser import ParsedLine, parse_line
-from pdserve.cli.setting_sources import resolve_settings
-from pdserve.cli.setting_spec import Command
-from pdserve.cli.settings import Settings
 from pdserve.engine.errors import PdserveError
 
 
@@ -24,6 +15,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0, 1 for a failure, 2 for a wrong setting, 130 for Ctrl-C."""
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
+        from pdserve.cli.commands import run  # half a second on a busy machine, in which somebody may press Ctrl-C
+
         code = run(sys.argv[1:] if arguments is None else arguments, os.environ)
     except PdserveError as error:
         print(f"pdserve: error: {error}", file=sys.stderr)
@@ -33,139 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run one subcommand and return its exit code.
-
-    Raises:
-        PdserveError: it cannot run; the text is for the person who typed the command.
-    """
-    line = parse_line(arguments)
-    if line.command == "models":
-        return _fetch(line)
-    if line.command == "keys":
-        return _print_api_key(line) if line.flags["action"] == "api" else _generate_key(line)
-    if line.command == "estimate":
-        return _estimate(line)
-    if line.command == "bench":
-        return _bench(line, environment)
-    if line.command == "config-reference":
-        return _print_reference()
-    command = Command(line.command)
-    settings = resolve_settings(command, line.flags, environment, line.config_path)
-    if command is Command.SERVE:
-        return _serve(settings, environment)
-    if command is Command.GENERATE:
-        return _generate(settings, line.prompts)
-    if command is Command.HEALTH:
-        return _ask_health(settings)
-    if command is Command.DOCTOR:
-        return _run_doctor(settings)
-    return _run_process(command, settings)
-
-
 def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
     """End through the `finally` blocks, until a subcommand has handlers of its own."""
     sys.exit(128 + number)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _fetch(line: ParsedLine) -> int:
-    from pdserve.engine.model_source import resolve_model
-
-    print(resolve_model(line.flags.get("model"), progress=_say))
-    return 0
-
-
-def _generate_key(line: ParsedLine) -> int:
-    from pdserve.cli.transfer_key import create_transfer_key
-
-    path = Path(line.flags["file"])
-    if create_transfer_key(path):
-        _say(f"{path} holds a new key; give a copy of it to every node, as --transfer-key-file")
-    else:
-        _say(f"{path} holds a key already; it is left as it is")
-    return 0
-
-
-def _print_api_key(line: ParsedLine) -> int:
-    from pdserve.cli.http_access import new_api_key
-
-    secret, entry = new_api_key(line.flags["file"])
-    _say("this key is shown once; its entry, on standard output, is for --api-keys-file:")
-    _say(f"  {secret}")
-    print(entry)
-    return 0
-
-
-def _estimate(line: ParsedLine) -> int:
-    from pdserve.cli.estimate import estimate
-
-    print(estimate(line.flags, progress=_say))
-    return 0
-
-
-def _bench(line: ParsedLine, environment: Mapping[str, str]) -> int:
-    from pdserve.cli.bench import bench
-
-    return bench(line.flags, environment, progress=_say)
-
-
-def _print_reference() -> int:
-    from pdserve.cli.reference import settings_reference
-
-    print(settings_reference())
-    return 0
-
-
-def _serve(settings: Settings, environment: Mapping[str, str]) -> int:
-    from pdserve.cli.progress import ProgressPrinter
-    from pdserve.cli.serve import serve
-
-    return serve(settings, ProgressPrinter(settings.log_format), environment)
-
-
-def _generate(settings: Settings, prompts: Sequence[str]) -> int:
-    from pdserve.cli.generate import generate
-    from pdserve.cli.logging_setup import set_up_logging
-
-    set_up_logging(level=settings.log_level, log_format=settings.log_format)
-    return generate(settings, prompts, progress=_say)
-
-
-def _ask_health(settings: Settings) -> int:
-    from pdserve.cli.node_health import ask_nodes
-
-    return ask_nodes(settings, progress=_say)
-
-
-def _run_doctor(settings: Settings) -> int:
-    from pdserve.cli.doctor import run_doctor
-    from pdserve.cli.logging_setup import set_up_logging
-
-    set_up_logging(level=settings.log_level, log_format=settings.log_format)
-    return run_doctor(settings, say=_say)
-
-
-def _run_process(command: Command, settings: Settings) -> int:
-    from pdserve.cli import processes
-    from pdserve.cli.logging_setup import set_up_logging
-
-    set_up_logging(level=settings.log_level, log_format=settings.log_format)
-    if command is Command.GATEWAY:
-        return processes.run_gateway(settings, _say)
-    run_node = processes.run_prefill if command is Command.PREFILL else processes.run_decode
-    _end_at_once(run_node(settings, _say))
-
-
-def _end_at_once(code: int) -> NoReturn:
-    """Exit without the interpreter's own tidying, in which torch spends more than a second of CPU time.
-
-    All that matters to others was closed before.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -3,16 +3,20 @@
 import asyncio
 import ipaddress
 import logging
+import os
 import secrets
+import signal
 import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from urllib.parse import urlsplit
 
 from pdserve.cli.errors import SettingError
+from pdserve.cli.file_check import check_files
 from pdserve.cli.free_port import free_port
-from pdserve.cli.http_access import check_access, http_config
+from pdserve.cli.http_access import check_access, http_config, read_chat_template
 from pdserve.cli.setting_spec import Command
 from pdserve.cli.settings import Settings
 from pdserve.cli.transfer_key import load_transfer_keys
@@ -38,7 +42,7 @@ def run_gateway(settings: Settings, progress: Progress) -> int:
     free_port(settings.host, settings.port)  # before anything slow
     check_access(settings)
     keys = load_transfer_keys(settings.transfer_key_file, settings.transfer_key)
-    chat_template = _read_chat_template(settings.chat_template)
+    chat_template = read_chat_template(settings.chat_template)
     model_dir = resolve_model(settings.model, progress=progress)
     from pdserve.gateway.config import GatewayConfig
     from pdserve.gateway.dispatch_config import CanaryConfig, DispatchConfig
@@ -69,7 +73,9 @@ def run_gateway(settings: Settings, progress: Progress) -> int:
 def run_prefill(settings: Settings, progress: Progress) -> int:
     """Run one prefill node until it is stopped; return its exit code."""
     node = node_config(settings, Command.PREFILL, load_transfer_keys(settings.transfer_key_file, settings.transfer_key))
+    check_files(settings)
     engine = engine_config(settings, progress)
+    _let_signals_end_the_process()
     from pdserve.prefill_node.config import PrefillNodeConfig
     from pdserve.prefill_node.process import run_prefill_node
 
@@ -86,11 +92,27 @@ def run_prefill(settings: Settings, progress: Progress) -> int:
 def run_decode(settings: Settings, progress: Progress) -> int:
     """Run one decode node until it is stopped; return its exit code."""
     node = node_config(settings, Command.DECODE, load_transfer_keys(settings.transfer_key_file, settings.transfer_key))
+    check_files(settings)
     engine = engine_config(settings, progress)
+    _let_signals_end_the_process()
     from pdserve.decode_node.config import DecodeNodeConfig
     from pdserve.decode_node.process import run_decode_node
 
     return asyncio.run(run_decode_node(DecodeNodeConfig(node=node, engine=engine)))
+
+
+def _let_signals_end_the_process() -> None:
+    """Let SIGTERM and SIGINT end this process where it stands, until the node handles them while it serves.
+
+    Importing torch and loading a model are minutes of compiled code and of a thread that nothing interrupts; nothing is
+    registered or promised yet that would have to be taken back. The first process of a container has no default.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit_now if os.getpid() == 1 else signal.SIG_DFL)
+
+
+def _exit_now(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
 
 
 def node_config(settings: Settings, role: Command, keys: CurveKeys | None = None) -> NodeConfig:
@@ -201,15 +223,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _read_chat_template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"--chat-template: cannot read {path!r} ({error}); give a Jinja file") from None
 
 
 def required_redis_url(settings: Settings) -> str:

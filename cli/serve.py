@@ -17,8 +17,9 @@ from pathlib import Path
 from pdserve.cli.child_process import ChildProcess, ChildSpec, pdserve_command
 from pdserve.cli.embedded_redis import EmbeddedRedis, embedded_redis
 from pdserve.cli.errors import ChildFailed
+from pdserve.cli.file_check import check_files
 from pdserve.cli.free_port import free_port
-from pdserve.cli.http_access import check_access
+from pdserve.cli.http_access import check_access, read_chat_template
 from pdserve.cli.progress import ProgressPrinter
 from pdserve.cli.setting_spec import Command
 from pdserve.cli.settings import Settings, specs_of
@@ -57,7 +58,13 @@ def serve(settings: Settings, printer: ProgressPrinter, environment: Mapping[str
     """
     load_transfer_keys(settings.transfer_key_file, settings.transfer_key)  # what is wrong with it is said here, once
     check_access(settings)
+    read_chat_template(settings.chat_template)
+    check_files(settings)
     port = free_port(settings.host, settings.port)
+    if settings.redis_url is not None:
+        from pdserve.cli.redis_check import check_redis  # needs redis-py, which takes a while to load
+
+        check_redis(settings.redis_url)
     model_dir = resolve_model(settings.model, progress=printer.say)
     name = settings.served_model_name or model_name_of(settings.model)
     settings = replace(settings, port=port, served_model_name=name)
@@ -162,7 +169,7 @@ def curl_example(url: str, model_name: str, needs_key: bool) -> str:
     message = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": model_name, "messages": [message], "temperature": 0, "stream": True})
     key = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
-    return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d '{body}'"
+    return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d {shlex.quote(body)}"
 
 
 def doctor_command(namespace: str, redis: EmbeddedRedis | None, key_file: str | None = None) -> str:

@@ -171,6 +171,8 @@ class NodeHost:
         running = asyncio.create_task(self._run(task, outbox), name=f"task {attempt_ids[0]}")
         self._tasks.update(dict.fromkeys(attempt_ids, _HostedTask(running, outbox.branches, peer)))
         self._idle.clear()
+        # Not in a `finally` of the task: one that is cancelled before its first step never enters it.
+        running.add_done_callback(lambda _: self._forget(attempt_ids))
 
     def _refusal(self, attempt_ids: tuple[str, ...]) -> TaskError | None:
         if self.is_draining:
@@ -185,17 +187,16 @@ class NodeHost:
         return None
 
     async def _run(self, task: AnyTask, outbox: Outbox) -> None:
-        generation = task.task
-        try:
-            failure = await self._outcome(task, outbox)
-            if failure is not None:
-                logger.info("attempt failed: %s", failure, extra={"request_id": generation.request_id})
-                await _fail(outbox, failure)
-        finally:
-            for attempt_id in generation.attempt_ids:
-                del self._tasks[attempt_id]
-            if not self._tasks:
-                self._idle.set()
+        failure = await self._outcome(task, outbox)
+        if failure is not None:
+            logger.info("attempt failed: %s", failure, extra={"request_id": task.task.request_id})
+            await _fail(outbox, failure)
+
+    def _forget(self, attempt_ids: tuple[str, ...]) -> None:
+        for attempt_id in attempt_ids:
+            del self._tasks[attempt_id]
+        if not self._tasks:
+            self._idle.set()
 
     async def _outcome(self, task: AnyTask, outbox: Outbox) -> TaskError | None:
         """Run the task and return why it failed, or None."""

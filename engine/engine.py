@@ -117,14 +117,15 @@ class Engine:
             shape.num_kv_heads,
             shape.head_dim,
         )
-        identity = "|".join(map(str, (model_dir.digest(), *layout)))
+        digest = model_dir.digest()  # reads all weights once
+        identity = "|".join(map(str, (digest, *layout)))
         tree = PrefixTree(pool, config.block_size, below, identity, logs=config.logs_cache_changes)
         scheduler = Scheduler(limits, pool, tree, config.block_size, eos_ids)
         scheduler.blocks.swap_rule = SwapRule(config.preemption_mode, block_bytes)
         tiers = BlockTiers.open(scheduler.blocks, runner.kv_cache, config, below, identity)
         facts = ModelFacts(
             name=model_dir.name,
-            digest=_identity(model_dir.digest(), config.dtype),
+            digest=_identity(digest, config.dtype),
             tokenizer_digest=model_dir.tokenizer_digest(),
             revision=model_dir.revision(),
             num_layers=shape.num_layers,

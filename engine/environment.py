@@ -6,12 +6,25 @@ The only such place, because `LLM("demo")` has no command line that could tell i
 import os
 from pathlib import Path
 
+from pdserve.engine.errors import ModelError
+
 
 def default_models_dir() -> Path:
-    """Return where converted models are kept: $XDG_CACHE_HOME/pdserve/models, by default under ~/.cache."""
+    """Return where converted models are kept: $XDG_CACHE_HOME/pdserve/models, by default under ~/.cache.
+
+    Raises:
+        ModelError: this user has no home.
+    """
     configured = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
-    return root / "pdserve" / "models"
+    if os.path.isabs(configured):
+        return Path(configured) / "pdserve" / "models"
+    try:
+        return Path.home() / ".cache" / "pdserve" / "models"
+    except RuntimeError:
+        raise ModelError(
+            "this user has no home directory to keep converted models in; set XDG_CACHE_HOME to a directory "
+            "that it may write to, or give the path of a Hugging Face directory"
+        ) from None
 
 
 def child_environment(**changes: str) -> dict[str, str]:

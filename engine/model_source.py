@@ -18,6 +18,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from pdserve.engine.environment import child_environment, default_models_dir
 from pdserve.engine.errors import ModelError
@@ -43,15 +44,14 @@ def resolve_model(spec: str | None, *, progress: Progress, models_dir: Path | No
     Raises:
         ModelError: there is nothing to serve; the text says what is missing and what to do.
     """
-    models_dir = models_dir or default_models_dir()
     if spec is None or spec == DEMO_MODEL:
-        return _demo_model(models_dir, progress)
+        return _demo_model(models_dir or default_models_dir(), progress)
     path = Path(spec).expanduser()
     if path.is_dir():
         check_model_dir(path)
         return path.resolve()
     if path.is_file():
-        return _model_of_file(path, models_dir, progress)
+        return _model_of_file(path, models_dir or default_models_dir(), progress)
     if HUB_ID.fullmatch(spec):
         return _model_of_hub(spec, progress)
     raise ModelError(
@@ -194,7 +194,13 @@ def _convert_into(target: Path, gguf_path: Path, progress: Progress) -> None:
     try:
         child = "from pdserve.engine.gguf_conversion import main; main()"
         command = [sys.executable, "-P", "-c", child, str(gguf_path), str(scratch)]
-        _run(command, f"converting {gguf_path.name}", _CONVERSION_TIMEOUT_S, progress=progress)
+        try:
+            # torch leaves a cache folder in its TMPDIR.
+            with tempfile.TemporaryDirectory(prefix="pdserve-convert-") as temp_dir:
+                _run(command, f"converting {gguf_path.name}", _CONVERSION_TIMEOUT_S, progress=progress, TMPDIR=temp_dir)
+        except ModelError as error:
+            hint = "the file may be incomplete (fetch it again), or of a kind that transformers cannot read"
+            raise ModelError(f"{error}\n{hint}") from None
         check_model_dir(scratch)
         scratch.chmod(0o755)  # mkdtemp's 0700 and safetensors' 0600 would lock out a container's own user
         for file in scratch.iterdir():
@@ -204,9 +210,9 @@ def _convert_into(target: Path, gguf_path: Path, progress: Progress) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _run(command: list[str], what: str, timeout_s: float, *, progress: Progress | None) -> None:
+def _run(command: list[str], what: str, timeout_s: float, *, progress: Progress | None, **environment: str) -> None:
     """Run to the end, passing stdout to `progress`; on failure the last lines become the error."""
-    environment = child_environment(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
+    quiet = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with (
         tempfile.TemporaryFile("w+") as stderr,
         subprocess.Popen(
@@ -215,7 +221,7 @@ def _run(command: list[str], what: str, timeout_s: float, *, progress: Progress 
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env=environment,
+            env=child_environment(**quiet, **environment),
         ) as child,
     ):
         timer = threading.Timer(timeout_s, child.kill)
@@ -242,9 +248,8 @@ def _run(command: list[str], what: str, timeout_s: float, *, progress: Progress 
 @contextlib.contextmanager
 def _locked(target: Path, progress: Progress) -> Iterator[None]:
     """Hold the file lock of `target`, so that two starts do not convert the same model twice."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    with (target.parent / f".{target.name}.lock").open("w") as file:
+    with _lock_file(target) as file:
         waiting = False
         while True:
             try:
@@ -258,6 +263,17 @@ def _locked(target: Path, progress: Progress) -> Iterator[None]:
                     waiting = True
                 time.sleep(0.2)  # a blocking flock has no deadline
         yield
+
+
+def _lock_file(target: Path) -> TextIO:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return (target.parent / f".{target.name}.lock").open("w")
+    except OSError as error:
+        raise ModelError(
+            f"converted models are kept in {target.parent}, which cannot be written ({error.strerror}); "
+            "set XDG_CACHE_HOME to a directory that can"
+        ) from None
 
 
 def _sha256(path: Path) -> str:

@@ -159,7 +159,9 @@ class Dispatcher:
             await self._store.create(request.request_id, self._gateway_id, len(request.prompt_token_ids))
         except RedisUnavailable as error:
             self._pool.note_redis_lost()
-            raise AdmissionRefused("redis_unavailable", "requests cannot be recorded now", _REDIS_RETRY_S) from error
+            raise AdmissionRefused(
+                "redis_unavailable", "requests cannot be recorded now: Redis does not answer", _REDIS_RETRY_S
+            ) from error
 
     def _record_departure(self, request: GenerationRequest) -> None:
         """End the record of a request whose client left while it was being written; it may or may not be there."""

@@ -16,6 +16,7 @@ print(*sorted({name.split(".")[0] for name in sys.modules} & {"torch", "transfor
     "module",
     [
         "pdserve",
+        "pdserve.cli.commands",
         "pdserve.cli.main",
         "pdserve.cli.serve",
         "pdserve.engine.model_source",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from pdserve.cli.commands import run
 from pdserve.cli.errors import CliError, SettingError
-from pdserve.cli.main import run
 
 
 async def _models(request: web.Request) -> web.Response:

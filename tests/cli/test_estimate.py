@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.cli.commands import run
 from pdserve.cli.errors import SettingError
-from pdserve.cli.main import run
 from pdserve.engine.errors import ModelError
 
 _CONFIG = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "torch_dtype": "float16"}
@@ -61,7 +61,7 @@ def test_what_is_no_config_is_named(tmp_path: Path) -> None:
 
 def test_no_torch_is_loaded() -> None:
     code = (
-        "import sys; from pdserve.cli.main import run\n"
+        "import sys; from pdserve.cli.commands import run\n"
         f"run(['estimate', {json.dumps(json.dumps(_CONFIG))}, '--memory', '40GiB', '--weights', '1GiB'], {{}})\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )

@@ -40,6 +40,39 @@ def test_wrong_value_ends_with_code_2(command: str) -> None:
     )
 
 
+_CTRL_C_WHILE_LOADING = """
+import os, signal, sys
+
+class Presses:
+    def find_spec(self, name, path, target=None):
+        if name == "pdserve.cli.parser":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Presses())
+from pdserve.cli.main import main
+main(["--version"])
+"""
+
+
+@pytest.mark.usefixtures("sigint_is_heard")
+def test_ctrl_c_before_anything_is_loaded_ends_without_a_traceback() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _CTRL_C_WHILE_LOADING], capture_output=True, text=True, timeout=30, check=False
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("command", ["serve", "gateway"])
+def test_missing_chat_template_is_named_before_anything_slow(command: str) -> None:
+    result = run(command, "--port", "0", "--chat-template", "/no/such.jinja", "--redis-url", "redis://127.0.0.1:1")
+
+    assert result.returncode == 2
+    assert result.stderr == (
+        "pdserve: error: --chat-template: cannot read '/no/such.jinja' (No such file or directory); give a Jinja file\n"
+    )
+
+
 def test_port_in_use_ends_and_names_the_option() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

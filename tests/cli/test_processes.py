@@ -1,10 +1,18 @@
 """From settings to the configuration of each process, and the small commands around them."""
 
 import asyncio
+import contextlib
+import errno
+import json
 import os
+import shlex
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +23,7 @@ from pdserve.cli.embedded_redis import embedded_redis
 from pdserve.cli.errors import SettingError
 from pdserve.cli.node_health import ask_nodes
 from pdserve.cli.processes import advertised_host, engine_config, node_config
-from pdserve.cli.serve import _arguments, _with_own_ports
+from pdserve.cli.serve import _arguments, _with_own_ports, curl_example
 from pdserve.cli.setting_sources import resolve_settings
 from pdserve.cli.setting_spec import Command
 from pdserve.cli.settings import Settings
@@ -94,6 +102,14 @@ def test_nodes_of_one_machine_publish_on_ports_of_their_own() -> None:
     assert [_with_own_ports(settings, index).kv_events_port for index in range(3)] == [5600, 5602, 5604]
     assert _with_own_ports(replace(settings, kv_events_port=0), 2).kv_events_port == 0
     assert _with_own_ports(SETTINGS, 2).kv_events_port is None
+
+
+def test_pasted_curl_asks_for_the_model_whatever_its_name_is() -> None:
+    name = 'it\'s "a" $model'
+
+    words = shlex.split(curl_example("http://[::1]:8000", name, needs_key=False))
+
+    assert json.loads(words[words.index("-d") + 1])["model"] == name
 
 
 def test_engine_settings_arrive(tmp_path: Path) -> None:
@@ -178,6 +194,50 @@ def test_generate_answers_from_standard_input(demo_model_dir: Path) -> None:
 
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("command", ["prefill", "decode"])
+def test_a_node_that_is_still_loading_ends_when_told_to(
+    command: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model(), model)
+    (model / "generation_config.json").unlink(missing_ok=True)
+    os.mkfifo(model / "generation_config.json")
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", "from pdserve.cli.main import main; main()", command, "--model", str(model)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ) | {"REDIS_URL": "redis://127.0.0.1:1"},
+    ) as node:
+        try:
+            with _writer_of(model / "generation_config.json", node):  # it has been opened, and is never read to its end
+                node.send_signal(signal.SIGTERM)
+
+                assert node.wait(timeout=60) == -signal.SIGTERM
+        finally:
+            node.kill()
+        assert node.stderr is not None and "Traceback" not in node.stderr.read()
+
+
+@contextlib.contextmanager
+def _writer_of(fifo: Path, reader: subprocess.Popen[str]) -> Iterator[None]:
+    """Hold the writing end of `fifo`, opened as soon as `reader` has opened the other."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            descriptor = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+            break
+        except OSError as error:
+            assert error.errno == errno.ENXIO and reader.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)  # a pipe announces its reader by opening only
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("command", ["gateway", "serve"])

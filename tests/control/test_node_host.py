@@ -110,6 +110,13 @@ class Gateway:
         async with asyncio.timeout(30):
             return await self._client.recv()
 
+    async def held_after_reports(self) -> tuple[str, ...]:
+        """Return what the node holds, passing over what its tasks report before that."""
+        self.send(Ping("g", 2))
+        while not isinstance(answer := await self.hear(), Pong):
+            assert isinstance(answer, StageReport), answer
+        return answer.attempt_ids
+
     async def held(self) -> tuple[str, ...]:
         answer = await self.ask(Ping("g", 1))
         assert isinstance(answer, Pong), answer
@@ -168,6 +175,20 @@ async def test_a_pong_names_what_the_node_holds_for_the_gateway_that_asks(contex
         node.body.go_on.set()
         await node.body.until(lambda: not node.body.held)
         assert await mine.held() == ()
+
+
+async def test_a_task_cancelled_before_its_first_step_is_forgotten(context: zmq.asyncio.Context) -> None:
+    async with _serving(context, max_tasks=3) as node:
+        gateway = node.gateway()
+        for round_number in range(20):  # what is sent together is, as a rule, read in one turn of the node's loop
+            attempt_id = f"waits-{round_number}"
+            gateway.send(_task(attempt_id))
+            gateway.send(CancelTask(attempt_id, "the client left"))
+
+            assert await gateway.held_after_reports() == ()
+
+        await asyncio.wait_for(node.host.drain(30), 60)
+        assert node.host.num_tasks == 0
 
 
 @pytest.mark.parametrize(

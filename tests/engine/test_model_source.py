@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import pwd
+import tempfile
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -109,11 +112,36 @@ def test_models_are_kept_where_the_caller_says(tmp_path: Path, cache_dir: Path) 
     assert not cache_dir.exists()
 
 
+def test_a_cache_that_cannot_be_written_is_named_with_the_fix(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+
+    with pytest.raises(ModelError, match=r"kept in .*model\.gguf/models, which cannot be written .*XDG_CACHE_HOME"):
+        resolve_model(str(path), progress=ignore, models_dir=path / "models")
+
+
+def test_a_user_without_a_home_may_serve_a_directory_and_is_told_what_all_else_needs(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_unknown(user_id: int) -> NoReturn:
+        raise KeyError(user_id)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", is_unknown)
+
+    assert resolve_model(str(model_dir), progress=ignore) == model_dir
+    with pytest.raises(ModelError, match=r"no home directory .*set XDG_CACHE_HOME"):
+        resolve_model("demo", progress=ignore)
+
+
 def test_broken_gguf_leaves_nothing_behind_and_shows_the_reason(tmp_path: Path, cache_dir: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF" + bytes(64))
 
-    with pytest.raises(ModelError, match=r"converting broken\.gguf failed \(exit code 1"):
+    with pytest.raises(
+        ModelError, match=r"(?s)converting broken\.gguf failed \(exit code 1.*incomplete \(fetch it again\)"
+    ):
         resolve_model(str(path), progress=ignore)
 
     assert [entry.name for entry in cache_dir.iterdir() if not entry.name.endswith(".lock")] == []
@@ -121,7 +149,13 @@ def test_broken_gguf_leaves_nothing_behind_and_shows_the_reason(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_starts_convert_the_demo_model_once(cache_dir: Path) -> None:
+def test_two_starts_convert_the_demo_model_once_and_leave_nothing_else(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temp_dir = tmp_path / "temp"
+    temp_dir.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temp_dir))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it is asked again
     lines: list[str] = []
     paths: list[Path] = []
 
@@ -138,6 +172,7 @@ def test_two_starts_convert_the_demo_model_once(cache_dir: Path) -> None:
     assert len(set(paths)) == 1
     check_model_dir(paths[0])
     assert sum(line.startswith("converting") for line in lines) == 1
+    assert list(temp_dir.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -1,0 +1,38 @@
+"""Whether the files that nodes will write to can be written, asked before anything slow is started."""
+
+import os
+from pathlib import Path
+
+from pdserve.cli.errors import SettingError
+from pdserve.cli.settings import Settings
+
+
+def check_files(settings: Settings) -> None:
+    """Look at the path of each setting that names a file or directory of a node's.
+
+    Raises:
+        SettingError: one cannot be written.
+    """
+    _check("--transfer-spans-file", settings.transfer_spans_file)
+    _check("--core-share-file", settings.core_share_file)
+    _check("--kv-disk-dir", settings.kv_disk_dir, is_made=True)
+
+
+def _check(flag: str, text: str | None, *, is_made: bool = False) -> None:
+    """Refuse what cannot be written; the folders above are there already, unless the node makes them (`is_made`)."""
+    if text is None:
+        return
+    path = Path(text)
+    if path.is_dir() and not is_made:
+        raise SettingError(f"{flag}: {text!r} is a directory; give the path of a file")
+    existing = path
+    while not existing.exists() and existing != existing.parent and (is_made or existing == path):
+        existing = existing.parent
+    if not existing.exists():
+        raise SettingError(
+            f"{flag}: there is no directory {str(existing)!r} for {text!r}; make it, or give another path"
+        )
+    if (existing != path and not existing.is_dir()) or (is_made and not existing.is_dir()):
+        raise SettingError(f"{flag}: {str(existing)!r} is not a directory; give another path than {text!r}")
+    if not os.access(existing, os.W_OK):
+        raise SettingError(f"{flag}: {str(existing)!r} cannot be written by this user; give another path than {text!r}")

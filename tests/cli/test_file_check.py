@@ -1,0 +1,42 @@
+"""Files that nodes would fail to write are named before anything slow."""
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli.errors import SettingError
+from pdserve.cli.file_check import check_files
+from pdserve.cli.settings import Settings
+
+
+def test_paths_that_can_be_written_are_accepted(tmp_path: Path) -> None:
+    (tmp_path / "there").touch()
+
+    check_files(
+        Settings(
+            transfer_spans_file=str(tmp_path / "there"),
+            core_share_file=str(tmp_path / "new"),
+            kv_disk_dir=str(tmp_path / "not" / "yet"),
+        )
+    )
+
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    settings = Settings(transfer_spans_file=str(tmp_path / "none" / "spans.jsonl"))
+
+    with pytest.raises(SettingError, match=r"--transfer-spans-file: there is no directory '.*/none' for "):
+        check_files(settings)
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"--core-share-file: .* is a directory; give the path of a file"):
+        check_files(Settings(core_share_file=str(tmp_path)))
+
+
+def test_blocks_cannot_be_kept_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(SettingError, match=r"--kv-disk-dir: '.*/file' is not a directory"):
+        check_files(Settings(kv_disk_dir=str(tmp_path / "file" / "kv")))
