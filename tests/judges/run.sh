@@ -8,7 +8,8 @@ trap 'kill $server 2>/dev/null || true; wait $server 2>/dev/null || true; rm -rf
 export JUDGES=$environments SERVER_PYTHON MODEL_DIR
 SERVER_PYTHON=$(cd "$(dirname "$pdserve")" && pwd)/python
 MODEL_DIR=$("$pdserve" models fetch)
-"$pdserve" serve --port 0 >"$folder/log" 2>&1 & server=$!
+# On a busy machine a first token may be estimated far away; what is then refused is not what is judged.
+"$pdserve" serve --port 0 --max-ttft-s 3600 >"$folder/log" 2>&1 & server=$!
 for _ in $(seq 600); do
     url=$(grep -o 'http://127.0.0.1:[0-9]*' "$folder/log" | head -1 || true)
     [ -n "$url" ] && curl -sf "$url/ready" >/dev/null && break
@@ -24,7 +25,7 @@ for judge in "$@"; do
     code=0 began=$SECONDS
     timeout --kill-after=10 1800 "$here/$judge/judge.sh" "$url" >"$folder/$judge" 2>&1 || code=$?
     case $code in
-        0) passed+=("$judge"); sed "s/^/$judge | /" <(grep -v '^WARNING' "$folder/$judge" | tail -5) ;;
+        0) passed+=("$judge"); sed "s/^/$judge | /" <(grep -Ev '^(WARNING|$)' "$folder/$judge" | tail -5) ;;
         77) skipped+=("$judge"); sed "s/^/$judge | /" <(tail -1 "$folder/$judge") ;;
         *) failed+=("$judge"); sed "s/^/$judge | /" "$folder/$judge"; echo "$judge | FAILED with $code" ;;
     esac
