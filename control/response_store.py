@@ -146,7 +146,7 @@ class ResponseStore:
         Raises:
             RedisUnavailable: nothing can be written now.
         """
-        arguments = [self._owner_ttl_ms, cancelled.encode(), self._ttl_ms]
+        arguments: list[str | int] = [self._owner_ttl_ms, cancelled.encode(), self._ttl_ms]
         return bool(await self._redis.run(_CANCEL, self._keys(response_id), arguments))
 
     def _keys(self, response_id: str) -> list[str]:
