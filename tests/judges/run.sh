@@ -8,7 +8,9 @@ trap 'kill $server 2>/dev/null || true; wait $server 2>/dev/null || true; rm -rf
 export JUDGES=$environments SERVER_PYTHON MODEL_DIR
 SERVER_PYTHON=$(cd "$(dirname "$pdserve")" && pwd)/python
 MODEL_DIR=$("$pdserve" models fetch)
-# On a busy machine a first token may be estimated far away; what is then refused is not what is judged.
+# A busy machine is waited for: it is not judged. Threads that wait for each other do not spin, for others need the cores,
+# and a first token that is estimated far away is not refused.
+export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0
 "$pdserve" serve --port 0 --max-ttft-s 3600 >"$folder/log" 2>&1 & server=$!
 for _ in $(seq 600); do
     url=$(grep -o 'http://127.0.0.1:[0-9]*' "$folder/log" | head -1 || true)
