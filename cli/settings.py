@@ -125,7 +125,7 @@ class Settings(HttpSettings, SchedulingSettings, GenerationSettings):
         value_types.number(0.01, 86_400),
         Group.ADMISSION,
         HTTP,
-        "refuse a request whose first token is estimated to take longer",
+        "refuse a request whose first token, behind what waits already, is estimated to take longer",
     )
     min_disaggregated_tokens: int = setting(
         0, value_types.whole(0), Group.ADMISSION, HTTP, "prompts with fewer tokens are computed on the decode node"

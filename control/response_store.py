@@ -24,12 +24,29 @@ return 1
 """
 )
 
-# KEYS[1] owner. ARGV[1] ttl_ms. Returns 1 if somebody works on it and is told to stop.
+# KEYS[1] owner, KEYS[2] response. ARGV[1] content, ARGV[2] ttl_ms. What was cancelled or deleted stays as it is.
+_PUT_RUNNING = Script(
+    """
+if redis.call('GET', KEYS[1]) ~= 'cancel' then redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2]) end
+"""
+)
+
+# KEYS[1] owner, KEYS[2] response. ARGV[1] owner_ttl_ms, ARGV[2] content, ARGV[3] ttl_ms.
+# Returns 1 if somebody works on it: told to stop, and from now on it is what `content` says.
 _CANCEL = Script(
     """
 if not redis.call('GET', KEYS[1]) then return 0 end
 redis.call('SET', KEYS[1], 'cancel', 'PX', ARGV[1])
+redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
 return 1
+"""
+)
+
+# KEYS[1] owner, KEYS[2] response. ARGV[1] owner_ttl_ms. Returns how many there were; who works on it is told to stop.
+_DELETE = Script(
+    """
+if redis.call('GET', KEYS[1]) then redis.call('SET', KEYS[1], 'cancel', 'PX', ARGV[1]) end
+return redis.call('DEL', KEYS[2])
 """
 )
 
@@ -40,6 +57,10 @@ class StoredResponse:
 
     response: dict[str, Any]
     messages: list[dict[str, Any]]
+
+    def encode(self) -> str:
+        """Return it as JSON."""
+        return orjson.dumps({"response": self.response, "messages": self.messages}).decode()
 
 
 class ResponseStore:
@@ -57,10 +78,22 @@ class ResponseStore:
         Raises:
             RedisUnavailable: nothing can be written now.
         """
-        content = orjson.dumps({"response": stored.response, "messages": stored.messages}).decode()
+        content = stored.encode()
         if len(content) > MAX_STORED_BYTES:
             return False
         await self._redis.call("SET", self._keyspace.response(response_id), content, "PX", self._ttl_ms)
+        return True
+
+    async def put_running(self, response_id: str, stored: StoredResponse) -> bool:
+        """Do as `put` does for the gateway that works on it; a response cancelled or deleted meanwhile stays so.
+
+        Raises:
+            RedisUnavailable: nothing can be written now.
+        """
+        content = stored.encode()
+        if len(content) > MAX_STORED_BYTES:
+            return False
+        await self._redis.run(_PUT_RUNNING, self._keys(response_id), [content, self._ttl_ms])
         return True
 
     async def get(self, response_id: str) -> StoredResponse | None:
@@ -76,12 +109,12 @@ class ResponseStore:
         return StoredResponse(fields["response"], fields["messages"])
 
     async def delete(self, response_id: str) -> bool:
-        """Forget a response; whether there was one.
+        """Forget a response, and stop who works on it; whether there was one.
 
         Raises:
             RedisUnavailable: nothing can be written now.
         """
-        return bool(await self._redis.call("DEL", self._keyspace.response(response_id)))
+        return bool(await self._redis.run(_DELETE, self._keys(response_id), [self._owner_ttl_ms]))
 
     async def renew(self, response_id: str) -> bool:
         """Say that this gateway works on it; False if it was cancelled meanwhile.
@@ -107,10 +140,14 @@ class ResponseStore:
         """
         return bool(await self._redis.call("EXISTS", self._keyspace.owner_of(response_id)))
 
-    async def ask_to_cancel(self, response_id: str) -> bool:
-        """Tell the gateway that works on it, whichever it is, to stop; whether there is one.
+    async def cancel(self, response_id: str, cancelled: StoredResponse) -> bool:
+        """Keep `cancelled` as its end and stop the gateway that works on it, whichever it is; whether there is one.
 
         Raises:
             RedisUnavailable: nothing can be written now.
         """
-        return bool(await self._redis.run(_CANCEL, [self._keyspace.owner_of(response_id)], [self._owner_ttl_ms]))
+        arguments: list[str | int] = [self._owner_ttl_ms, cancelled.encode(), self._ttl_ms]
+        return bool(await self._redis.run(_CANCEL, self._keys(response_id), arguments))
+
+    def _keys(self, response_id: str) -> list[str]:
+        return [self._keyspace.owner_of(response_id), self._keyspace.response(response_id)]

@@ -59,6 +59,9 @@ def admit(num_tokens: int, views: tuple[NodeView, ...], load: GatewayLoad, confi
         # The next place is free when one of the requests in flight ends.
         retry_s = (load.mean_duration_s or 0.0) / config.max_inflight
         raise AdmissionRefused("server_overloaded", f"{load.num_inflight} requests are in flight", _clamp(retry_s))
+    if any(view.num_waiting_tokens == 0 for view in _prefilling(views)):
+        # To come again later would not be sooner, and only work can show that a node is no longer as slow as it was.
+        return
     ttft_s = estimate_ttft_s(num_tokens, views)
     if ttft_s is not None and ttft_s > config.max_ttft_s:
         raise AdmissionRefused(
@@ -73,11 +76,14 @@ def estimate_ttft_s(num_tokens: int, views: tuple[NodeView, ...]) -> float | Non
 
     Prefill nodes where there are any, decode nodes otherwise.
     """
-    ready = [view for view in views if view.is_ready]
-    candidates = [view for view in ready if not view.is_decode] or ready
-    waits = [view.prefill_wait_s(num_tokens) for view in candidates]
+    waits = [view.prefill_wait_s(num_tokens) for view in _prefilling(views)]
     known = [wait_s for wait_s in waits if wait_s is not None]
     return min(known) if known and len(known) == len(waits) else None
+
+
+def _prefilling(views: tuple[NodeView, ...]) -> list[NodeView]:
+    ready = [view for view in views if view.is_ready]
+    return [view for view in ready if not view.is_decode] or ready
 
 
 def _clamp(retry_s: float) -> float:

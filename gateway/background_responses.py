@@ -76,24 +76,25 @@ class BackgroundResponses:
     async def _run(self, job: BackgroundJob) -> None:
         try:
             stored = await self._outcome(job)
-            if not await self._store.put(job.response_id, stored):
+            if stored is not None and not await self._store.put_running(job.response_id, stored):
                 too_large = ErrorReply(500, "the answer is too large to be stored", code="answer_too_large")
-                await self._store.put(job.response_id, StoredResponse(job.failed(too_large), []))
+                await self._store.put_running(job.response_id, StoredResponse(job.failed(too_large), []))
             await self._store.release(job.response_id)
         except RedisUnavailable as error:
             logger.warning("what became of it is not stored: %s", error, extra={"request_id": job.response_id})
 
-    async def _outcome(self, job: BackgroundJob) -> StoredResponse:
+    async def _outcome(self, job: BackgroundJob) -> StoredResponse | None:
+        """Return what is to be stored, or None if it was cancelled: then that is stored already."""
         try:
             async with first_failure(), asyncio.TaskGroup() as group:
                 keeper = group.create_task(self._keep(job.response_id), name=f"owner-{job.response_id}")
                 try:
-                    await self._store.put(job.response_id, StoredResponse(job.shown("in_progress"), []))
+                    await self._store.put_running(job.response_id, StoredResponse(job.shown("in_progress"), []))
                     return await job.work()
                 finally:
                     keeper.cancel()
         except _CancelAsked:
-            return StoredResponse(job.shown("cancelled"), [])
+            return None
         except Exception as error:
             return StoredResponse(job.failed(error_reply(error, job.response_id)), [])
 

@@ -19,7 +19,14 @@ def check_model(name: str, config: HttpConfig) -> None:
 async def list_models(request: web.Request) -> web.Response:
     """GET /v1/models."""
     deps = request.app[DEPS]
-    models: ModelList = {"object": "list", "data": [_card(name, deps) for name in deps.config.model_names]}
+    names = deps.config.model_names
+    models: ModelList = {
+        "object": "list",
+        "data": [_card(name, deps) for name in names],
+        "has_more": False,
+        "first_id": names[0],
+        "last_id": names[-1],
+    }
     return json_response(models)
 
 
@@ -32,11 +39,16 @@ async def show_model(request: web.Request) -> web.Response:
 
 
 def _card(name: str, deps: GatewayDeps) -> ModelCard:
+    max_model_len = deps.max_model_len()
     return {
         "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "pdserve",
         "root": deps.config.model_names[0],
-        "max_model_len": deps.max_model_len(),
+        "max_model_len": max_model_len,
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",  # what Anthropic's API says of a model whose date is not known
+        "max_input_tokens": max_model_len,
     }

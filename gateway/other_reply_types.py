@@ -274,7 +274,7 @@ class CancelledRequest(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """One served name."""
+    """One served name, in the fields of OpenAI's models and of Anthropic's at once."""
 
     id: str
     object: Literal["model"]
@@ -282,13 +282,20 @@ class ModelCard(TypedDict):
     owned_by: str
     root: str
     max_model_len: int | None
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    max_input_tokens: int | None
 
 
 class ModelList(TypedDict):
-    """All served names."""
+    """All served names, on one page."""
 
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class Alive(TypedDict):

@@ -42,13 +42,14 @@ async def cancel_response(request: web.Request) -> web.Response:
     if not stored.response["background"]:
         message = "only a response that was created with background can be cancelled"
         raise HttpError(ErrorReply(400, message, "background", "not_cancellable"))
-    if stored.response["status"] in _RUNNING and await deps.responses.ask_to_cancel(stored.response["id"]):
-        return json_response({**stored.response, "status": "cancelled"})
+    cancelled = StoredResponse({**stored.response, "status": "cancelled"}, [])
+    if stored.response["status"] in _RUNNING and await deps.responses.cancel(stored.response["id"], cancelled):
+        return json_response(cancelled.response)
     return json_response(await _as_it_is(stored, deps))
 
 
 async def delete_response(request: web.Request) -> web.Response:
-    """DELETE /v1/responses/{id}."""
+    """DELETE /v1/responses/{id}; one that is still generated is cancelled."""
     stored = await _stored(request)
     response_id = stored.response["id"]
     await request.app[DEPS].responses.delete(response_id)

@@ -206,6 +206,15 @@ def test_a_first_token_too_far_away_is_refused_with_the_time_until_it_is_not() -
     assert (error.code, error.retry_after_s) == ("server_overloaded", 40.0)
 
 
+def test_a_node_with_nothing_to_do_takes_a_prompt_however_slow_it_was() -> None:
+    busy, idle = prefill("p1", waiting_tokens=900, rate=10.0), prefill("p2", rate=0.1)
+
+    admit(100, (node("d"), idle), IDLE, CONFIG)
+    admit(100, (node("d"), busy, idle), IDLE, CONFIG)
+
+    assert refusal(100, node("d"), busy).retry_after_s == 40.0
+
+
 def test_an_unmeasured_node_is_no_reason_to_refuse() -> None:
     busy = prefill("p1", waiting_tokens=900, rate=10.0)
 

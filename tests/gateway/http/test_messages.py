@@ -48,6 +48,14 @@ async def test_a_stream_says_the_same_as_a_whole_answer(gateway, client):
     assert streamed.usage.input_tokens == whole.usage.input_tokens
 
 
+async def test_models_are_complete_for_this_client_too(client):
+    listed = [model async for model in client.models.list()]
+    shown = await client.models.retrieve(MODEL)
+
+    assert listed == [shown]
+    assert (shown.id, shown.type, shown.display_name, shown.created_at.year) == (MODEL, "model", MODEL, 1970)
+
+
 async def test_events_come_in_the_order_of_the_protocol(gateway):
     gateway.say("one two")
     async with gateway.session.post(gateway.url + "/v1/messages", json={**BODY, "stream": True}) as response:

@@ -186,19 +186,53 @@ async def test_a_background_response_is_fetched_when_it_is_done(gateway, client)
     assert done.status == "completed" and done.output_text == "one two three" and done.background is True
 
 
-async def test_a_background_response_is_cancelled_from_any_gateway(gateway, start_gateway, responses, client):
+async def released(responses, response_id: str) -> None:
+    """Return once no gateway works on it any more."""
+    async with asyncio.timeout(30):
+        while await responses.has_owner(response_id):
+            continue
+
+
+@pytest.fixture
+async def running(gateway, client) -> str:
+    """A background response that will not end by itself."""
     gateway.say("one two three", hold_after=1)
     gateway.script.proceed.clear()
     queued = await client.responses.create(model=MODEL, input="Hi", background=True)
     async with asyncio.timeout(20):
         await gateway.source.has_started.wait()
+    return queued.id
+
+
+async def test_a_background_response_is_cancelled_from_any_gateway(gateway, start_gateway, responses, running):
     other = await start_gateway(responses=responses)
 
     async with openai.AsyncOpenAI(base_url=other.url + "/v1", api_key="none", max_retries=0) as elsewhere:
-        assert (await elsewhere.responses.cancel(queued.id)).status == "cancelled"
-        assert (await settled(elsewhere, queued.id)).status == "cancelled"
-        assert (await elsewhere.responses.cancel(queued.id)).status == "cancelled"
+        assert (await elsewhere.responses.cancel(running)).status == "cancelled"
+        assert (await elsewhere.responses.retrieve(running)).status == "cancelled"
+        assert (await elsewhere.responses.cancel(running)).status == "cancelled"
+        await released(responses, running)
+        assert (await elsewhere.responses.retrieve(running)).status == "cancelled"
     assert gateway.source.started[0].ended == "cancelled" and len(gateway.open_requests) == 0
+
+
+async def test_an_answer_that_is_done_after_the_cancellation_does_not_replace_it(gateway, responses, client, running):
+    assert (await client.responses.cancel(running)).status == "cancelled"
+    gateway.script.proceed.set()
+
+    await released(responses, running)
+    assert (await client.responses.retrieve(running)).status == "cancelled"
+
+
+async def test_a_background_response_that_is_deleted_is_stopped_and_does_not_return(
+    gateway, responses, client, running
+):
+    await client.responses.delete(running)
+
+    await released(responses, running)
+    assert gateway.source.started[0].ended == "cancelled"
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(running)
 
 
 async def test_a_background_failure_is_told_when_it_is_fetched(gateway, client):

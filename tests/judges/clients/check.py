@@ -47,6 +47,9 @@ def check_openai(url: str, model: str) -> int:
     )
     assert response.output_text == "".join(e.delta for e in events if e.type == "response.output_text.delta")
     assert client.responses.retrieve(response.id).output_text == response.output_text
+    unasked = client.responses.create(model=model, input=QUESTION, max_output_tokens=400, background=True)
+    assert client.responses.cancel(unasked.id).status == "cancelled"
+    assert client.responses.retrieve(unasked.id).status == "cancelled"
 
     assert client.models.retrieve(model).id in [each.id for each in client.models.list()]
     for wrong, error in (({"model": "nope"}, openai.NotFoundError), ({"temperature": 9}, openai.BadRequestError)):
@@ -55,7 +58,7 @@ def check_openai(url: str, model: str) -> int:
         except error:
             continue
         raise AssertionError(f"{wrong} was not refused")
-    return 9
+    return 10
 
 
 def check_anthropic(url: str, model: str) -> int:

@@ -45,6 +45,7 @@ def check_instructor(url: str, model: str) -> int:
 
 def check_litellm(url: str, model: str) -> int:
     """Return how many things were checked: whole, streamed and rebuilt, a schema, a tool."""
+    litellm.suppress_debug_info = True
     asked = {"model": f"openai/{model}", "api_base": url + "/v1", "api_key": "none", "messages": MESSAGES}
     asked |= {"max_tokens": 16, "temperature": 0}
     whole = litellm.completion(**asked).choices[0].message.content

@@ -2,7 +2,7 @@
 # guidellm, streams at a fixed concurrency: judge.sh URL
 set -euo pipefail
 . "$(dirname "$0")/../environment.sh"
-bin=$(environment guidellm guidellm==0.8.1)
+bin=$(WITH_TORCH=1 environment guidellm guidellm==0.8.1)
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 timeout 300 "$bin/guidellm" run --backend "kind=openai_http,target=$1,model=$MODEL" --profile kind=concurrent,streams=4 \

@@ -5,5 +5,5 @@ command -v npm >/dev/null || { echo 'skipped: node and npm are not installed'; e
 mkdir -p "$JUDGES/node"
 cp "$(dirname "$0")"/{package.json,check.mjs} "$JUDGES/node/"
 cd "$JUDGES/node"
-npm install --no-audit --no-fund --loglevel error >&2
+npm install --no-audit --no-fund --loglevel error >&2 || { echo "skipped: npm cannot install openai"; exit 77; }
 node check.mjs "$1"
