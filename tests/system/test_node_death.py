@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 _PROMPT = list(range(1000, 1040))
 
