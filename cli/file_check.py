@@ -19,9 +19,16 @@ def check_files(settings: Settings) -> None:
 
 
 def _check(flag: str, text: str | None, *, is_made: bool = False) -> None:
-    """Refuse what cannot be written; the folders above are there already, unless the node makes them (`is_made`)."""
     if text is None:
         return
+    try:
+        _refuse_unwritable(flag, text, is_made)
+    except OSError as error:  # a folder that this user may not look into, or a name that is too long
+        raise SettingError(f"{flag}: {text!r} cannot be used ({error.strerror}); give another path") from None
+
+
+def _refuse_unwritable(flag: str, text: str, is_made: bool) -> None:
+    """Refuse what cannot be written; the folders above are there already, unless the node makes them (`is_made`)."""
     path = Path(text)
     if path.is_dir() and not is_made:
         raise SettingError(f"{flag}: {text!r} is a directory; give the path of a file")

@@ -21,14 +21,15 @@ def check_redis(url: str) -> None:
 
 
 async def _check(url: str) -> None:
-    redis = connect(url, _TIMEOUT_S)
     try:
-        await redis.run(_HARMLESS, (), ())
-    except RedisUnavailable as error:
+        redis = connect(url, _TIMEOUT_S)
+        try:
+            await redis.run(_HARMLESS, (), ())
+        finally:
+            await redis.close()
+    except (RedisUnavailable, TypeError, ValueError) as error:  # the last two of a query that redis-py does not know
         reason = str(error).removeprefix("script: ").rstrip(".")[:_LONGEST_REASON]
         raise SettingError(
             f"--redis-url (env REDIS_URL): this Redis cannot be used ({reason}); start it, correct the URL, "
             "or give none: `pdserve serve` then brings its own"
         ) from None
-    finally:
-        await redis.close()

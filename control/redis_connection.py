@@ -24,7 +24,7 @@ from pdserve.control.errors import RedisUnavailable
 LUA_NOW_MS = "local t = redis.call('TIME'); local now = t[1] * 1000 + math.floor(t[2] / 1000)\n"
 
 _TIMEOUT_S = 2.0
-_TURN_TIMEOUTS = 3  # calls that wait for their turn may take so many times longer
+_TURN_TIMEOUTS = 3  # a call may wait for its turn so many times longer than for its answer
 _HEALTH_CHECK_S = 10
 _MAX_CONNECTIONS = 32
 _SENTINEL_PORT = 26379
@@ -125,8 +125,8 @@ class RedisConnection:
             raise RedisUnavailable(f"{what}: no answer from Redis within {self._timeout_s:g} s") from error
         except (RedisError, OSError) as error:
             raise RedisUnavailable(f"{what}: {error}") from error
-        # redis-py waits with asyncio.wait_for, which before Python 3.12 loses a cancellation that comes together
-        # with the answer.
+        # Where it has a timeout of its own, as for Sentinels, redis-py waits with asyncio.wait_for, which before Python
+        # 3.12 loses a cancellation that comes together with the answer.
         if task is not None and task.cancelling() > num_cancels:
             raise asyncio.CancelledError
 

@@ -2,7 +2,8 @@
 
 Keys (each always has a TTL):
     pdserve:<namespace>:response:<id>          string: StoredResponse as JSON
-    pdserve:<namespace>:response:<id>:owner    string: "run" while a gateway works on it in the background, or "cancel"
+    pdserve:<namespace>:response:<id>:owner    string: "run" while a gateway works on it in the background, then "done";
+                                               "cancel" once it was cancelled or deleted meanwhile
 """
 
 from dataclasses import dataclass
@@ -31,11 +32,21 @@ if redis.call('GET', KEYS[1]) ~= 'cancel' then redis.call('SET', KEYS[2], ARGV[1
 """
 )
 
+# KEYS[1] owner, KEYS[2] response. ARGV[1] owner_ttl_ms, ARGV[2] content, ARGV[3] ttl_ms. As above; it ends with this.
+_PUT_END = Script(
+    """
+if redis.call('GET', KEYS[1]) == 'cancel' then return end
+redis.call('SET', KEYS[1], 'done', 'PX', ARGV[1])
+redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
+"""
+)
+
 # KEYS[1] owner, KEYS[2] response. ARGV[1] owner_ttl_ms, ARGV[2] content, ARGV[3] ttl_ms.
-# Returns 1 if somebody works on it: told to stop, and from now on it is what `content` says.
+# Returns 1 if it is there and somebody works on it: told to stop, and from now on it is what `content` says.
 _CANCEL = Script(
     """
-if not redis.call('GET', KEYS[1]) then return 0 end
+local owner = redis.call('GET', KEYS[1])
+if not owner or owner == 'done' or redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
 redis.call('SET', KEYS[1], 'cancel', 'PX', ARGV[1])
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
 return 1
@@ -94,6 +105,18 @@ class ResponseStore:
         if len(content) > MAX_STORED_BYTES:
             return False
         await self._redis.run(_PUT_RUNNING, self._keys(response_id), [content, self._ttl_ms])
+        return True
+
+    async def put_end(self, response_id: str, stored: StoredResponse) -> bool:
+        """Do as `put_running` does with how it ended, which no cancellation replaces any more.
+
+        Raises:
+            RedisUnavailable: nothing can be written now.
+        """
+        content = stored.encode()
+        if len(content) > MAX_STORED_BYTES:
+            return False
+        await self._redis.run(_PUT_END, self._keys(response_id), [self._owner_ttl_ms, content, self._ttl_ms])
         return True
 
     async def get(self, response_id: str) -> StoredResponse | None:

@@ -76,9 +76,9 @@ class BackgroundResponses:
     async def _run(self, job: BackgroundJob) -> None:
         try:
             stored = await self._outcome(job)
-            if stored is not None and not await self._store.put_running(job.response_id, stored):
+            if stored is not None and not await self._store.put_end(job.response_id, stored):
                 too_large = ErrorReply(500, "the answer is too large to be stored", code="answer_too_large")
-                await self._store.put_running(job.response_id, StoredResponse(job.failed(too_large), []))
+                await self._store.put_end(job.response_id, StoredResponse(job.failed(too_large), []))
             await self._store.release(job.response_id)
         except RedisUnavailable as error:
             logger.warning("what became of it is not stored: %s", error, extra={"request_id": job.response_id})

@@ -42,9 +42,11 @@ async def cancel_response(request: web.Request) -> web.Response:
     if not stored.response["background"]:
         message = "only a response that was created with background can be cancelled"
         raise HttpError(ErrorReply(400, message, "background", "not_cancellable"))
-    cancelled = StoredResponse({**stored.response, "status": "cancelled"}, [])
-    if stored.response["status"] in _RUNNING and await deps.responses.cancel(stored.response["id"], cancelled):
-        return json_response(cancelled.response)
+    if stored.response["status"] in _RUNNING:
+        cancelled = StoredResponse({**stored.response, "status": "cancelled"}, [])
+        if await deps.responses.cancel(stored.response["id"], cancelled):
+            return json_response(cancelled.response)
+        stored = await _stored(request)  # it has just ended, or was deleted
     return json_response(await _as_it_is(stored, deps))
 
 

@@ -35,6 +35,14 @@ def test_a_directory_is_no_file(tmp_path: Path) -> None:
         check_files(Settings(core_share_file=str(tmp_path)))
 
 
+@pytest.mark.parametrize("name", ["transfer_spans_file", "core_share_file", "kv_disk_dir"])
+def test_a_path_that_cannot_even_be_looked_at_is_named(name: str, tmp_path: Path) -> None:
+    flag = "--" + name.replace("_", "-")
+
+    with pytest.raises(SettingError, match=rf"{flag}: .* cannot be used \(File name too long\); give another path"):
+        check_files(Settings(**{name: str(tmp_path / ("x" * 300))}))
+
+
 def test_blocks_cannot_be_kept_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 

@@ -32,3 +32,15 @@ def test_a_refused_password_is_not_shown(redis_url: str) -> None:
 def test_a_redis_that_is_not_there_is_named_with_the_fix() -> None:
     with pytest.raises(SettingError, match=r"connecting to 127\.0\.0\.1:1\..*give none: `pdserve serve` then brings"):
         check_redis("redis://127.0.0.1:1/0")
+
+
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [
+        ("socket_timeout=soon", "Invalid value for 'socket_timeout'"),
+        ("colour=red", "unexpected keyword argument 'colour'"),
+    ],
+)
+def test_a_query_that_nobody_knows_is_named(redis_url: str, query: str, reason: str) -> None:
+    with pytest.raises(SettingError, match=rf"--redis-url \(env REDIS_URL\): .*{reason}"):
+        check_redis(f"{redis_url}?{query}")
