@@ -44,6 +44,11 @@ class BlockPool:
         return len(self._free)
 
     @property
+    def next_block(self) -> BlockId | None:
+        """The block that `allocate` hands out next; while some were never used, they come first and in order."""
+        return self._free[0] if self._free else None
+
+    @property
     def num_table_entries(self) -> int:
         """Blocks that sequences would hold if none were shared: one for each entry of their tables."""
         return sum(self._sequence_refs)

@@ -254,6 +254,8 @@ class EngineThread:
         if wait:
             self._say_busy(False)
             self._check_integrity_when_idle()
+            while self._commands.empty() and self._engine.commit_ahead():
+                pass
         while wait or not self._commands.empty():
             try:
                 command = self._commands.get(timeout=self._engine.seconds_to_expiry() if wait else None)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.block_pool import BlockId
+from pdserve.engine.page_commit import PageCommit
 from pdserve.kernels.kv_rows import row_elements
 
 if TYPE_CHECKING:  # needs triton, which is installed beside GPUs only
@@ -30,6 +31,7 @@ class KVCache:
         self._blocks = blocks
         self._staging = staging
         self._memory = None if staging is not None else blocks.view(torch.uint8).view(-1).numpy().data
+        self._pages = None if staging is not None else PageCommit(blocks.data_ptr(), blocks.nbytes)
         self.block_size_bytes = blocks[0].numel() * blocks.element_size()
         self._layers = blocks.unbind(1)  # made once: a view costs as much as a small operation, and a step takes each
 
@@ -72,6 +74,15 @@ class KVCache:
     def is_staged(self) -> bool:
         """Whether blocks are read as copies: to read parts of one costs as much each time as the whole."""
         return self._staging is not None
+
+    def commit_ahead(self, next_block: BlockId) -> bool:
+        """Take a piece of memory that blocks from `next_block` on will need; False when enough is taken."""
+        return self._pages is not None and self._pages.advance(next_block * self.block_size_bytes)
+
+    @property
+    def num_committed_bytes(self) -> int:
+        """How much `commit_ahead` has taken, from the first block on."""
+        return 0 if self._pages is None else self._pages.num_committed
 
     def layer(self, index: int) -> Tensor:  # [num_blocks, 2, num_kv_heads, block_size, row_elements]
         """Return the view of one layer."""
