@@ -1,8 +1,8 @@
 """Pages of the KV pool, taken from the system before a prompt needs them.
 
 The system clears a page when it is first written: while a pool is new that was a fifth of the time of short prompts.
-Taking the whole pool at once would hold memory that a laptop's demo never uses, so pages are taken a margin ahead of the
-blocks in use, by an engine that has nothing else to do.
+Taking the whole pool at once would hold memory that a laptop's demo never uses, so pages are taken a margin ahead of
+the blocks in use, by an engine that has nothing else to do.
 """
 
 import ctypes
