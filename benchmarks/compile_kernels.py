@@ -116,7 +116,6 @@ def examples() -> Iterator[tuple[str, Callable[[], Any]]]:
         (128, torch.bfloat16, torch.int8),
         (128, torch.bfloat16, torch.float8_e4m3fn),
         (256, torch.float16, torch.float16),
-        (256, torch.bfloat16, torch.int8),
         (256, torch.float32, torch.float32),
         (80, torch.float32, torch.float32),
     ):

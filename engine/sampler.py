@@ -148,7 +148,7 @@ class Sampler:
 
 
 class _RowCopies:
-    """Copies of rows on the host, in memory that is kept: new memory costs a page fault every 4 KiB, 30 times the copy."""
+    """Copies of rows on the host, in memory that is kept: page faults of new memory take 30 times the copy."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -41,7 +41,7 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class RowAnswer:
-    """What a row gave. `token_id` is None where no token was allowed, or logits were not finite, edited ones included."""
+    """What a row gave. `token_id` is None where no token was allowed, or logits, edited ones too, were not finite."""
 
     token_id: int | None
     logprob: float | None = None  # of the model's own distribution, as float32 has it

@@ -228,11 +228,8 @@ def sample_row(
         if tile_best > best_logit:
             best_id = start + tl.argmax(own, 0)
             best_logit = tile_best
-    if best_logit == float("-inf"):
-        tl.store(token_ids + index, -1)
-        return
-    if best_logit == float("inf"):
-        tl.store(token_ids + index, -2)
+    if tl.abs(best_logit) == float("inf"):  # nothing is allowed, or an edit overflowed
+        tl.store(token_ids + index, tl.where(best_logit < 0, -1, -2).to(tl.int64))
         return
     if temperature == 0.0:
         tl.store(token_ids + index, best_id.to(tl.int64))
