@@ -67,8 +67,9 @@ from pdserve.kvtransfer.sockets import fastest_way, open_dealer, open_monitor
 logger = logging.getLogger(__name__)
 
 _REFUSED_EVENTS = frozenset({zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH})
-_LOST_EVENTS = (
-    zmq.EVENT_DISCONNECTED
+_WATCHED_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -103,6 +104,7 @@ class PeerConnection:
         self._transfer_ids: set[str] = set()
         self._next_generation = 1
         self.credit_bytes = 0
+        self._is_reached = False  # somebody listens there
         self._is_welcome = False
         self._decided = asyncio.Event()  # the handshake is through, or the connection lost
         self._settled = asyncio.Event()  # and so is whether both ends share memory
@@ -125,7 +127,7 @@ class PeerConnection:
         if self._config.uses_shortcuts:
             endpoint = fastest_way(endpoint, self.peer.incarnation)
         socket = open_dealer(context, endpoint, self._config, server_key)
-        monitor = open_monitor(context, socket, _LOST_EVENTS)
+        monitor = open_monitor(context, socket, _WATCHED_EVENTS)
         try:
             self._port = port = MessagePort(socket)
             socket.connect(endpoint)
@@ -199,6 +201,10 @@ class PeerConnection:
         if self._error is not None:
             return
         self._error = error
+        if (
+            not self._is_welcome and error.code != FailureCode.CLOSING
+        ):  # transfers, of which there are none, count theirs
+            self.counters.count_failure(error.code, "refused")
         self._on_lost(self)
         for transfer in list(self._transfers.values()):
             transfer.handle(ConnectionLost(error))
@@ -245,7 +251,8 @@ class PeerConnection:
         self._receive(decode(header.buffer, len(payloads)))
 
     async def _watch(self, monitor: zmq.asyncio.Socket, port: MessagePort) -> None:
-        event = parse_monitor_message(await monitor.recv_multipart())
+        while (event := parse_monitor_message(await monitor.recv_multipart()))["event"] == zmq.EVENT_CONNECTED:
+            self._is_reached = True
         await port.wait_all_read()  # the last word of a receiver that closes may be an acknowledgement
         name = zmq.Event(event["event"]).name or "unknown event"
         if event["event"] in _REFUSED_EVENTS:
@@ -257,7 +264,11 @@ class PeerConnection:
 
     def _hint(self) -> str:
         """What to look at first; a receiver hangs up on a stranger without a reason, in any of several ways."""
-        return "" if self._is_welcome else "; perhaps the keys of both ends differ, or one has none"
+        if self._is_welcome:
+            return ""
+        return (
+            "; perhaps the keys of both ends differ, or one has none" if self._is_reached else "; nobody listens there"
+        )
 
     async def _keep_alive(self) -> None:
         try:
