@@ -8,6 +8,7 @@ from hmac import compare_digest
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from pdserve.kvtransfer.config import ReceiverConfig
 from pdserve.kvtransfer.counters import PeerBook, PeerCounts, TransferCounts
@@ -194,8 +195,10 @@ class BlockReceiver:
         out."""
         loop = asyncio.get_running_loop()
         while True:
-            await monitor.recv_multipart()
-            loop.call_later(_PROBE_DELAY_S, self._probe)
+            if parse_monitor_message(await monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
+                loop.call_later(_PROBE_DELAY_S, self._probe)
+            else:
+                self._count_stranger()
 
     def _probe(self) -> None:
         for peer in list(self._peers.values()):
