@@ -35,7 +35,6 @@ from pdserve.kvtransfer.frames import (
     DoneAck,
     Grant,
     Heartbeat,
-    Hello,
     Message,
     Offer,
     ProbeAck,
@@ -45,6 +44,7 @@ from pdserve.kvtransfer.frames import (
     decode,
     encode,
 )
+from pdserve.kvtransfer.greeting import make_hello
 from pdserve.kvtransfer.layout import KVLayout
 from pdserve.kvtransfer.message_port import MessagePort
 from pdserve.kvtransfer.outgoing import OutgoingTransfer
@@ -131,7 +131,7 @@ class PeerConnection:
         try:
             self._port = port = MessagePort(socket)
             socket.connect(endpoint)
-            self.send(self._hello())
+            self.send(make_hello(self._identity, self.peer, self._config))
             async with asyncio.TaskGroup() as group:
                 loops = [
                     group.create_task(port.run(self._read), name="kv-sender-read"),
@@ -227,17 +227,6 @@ class PeerConnection:
         if self._config.on_span is not None:
             self._config.on_span(transfer.span(self.peer.node_id))
 
-    def _hello(self) -> Hello:
-        return Hello(
-            self._identity.node_id,
-            self._identity.incarnation,
-            self.peer.node_id,
-            self.peer.incarnation,
-            self._identity.layout,
-            self._config.wire_dtype,
-            round(self._config.lease_s * 1000),
-        )
-
     def _send_frames(self, frames: Sequence[bytes | memoryview]) -> None:
         if self._port is None or self._error is not None:
             return
@@ -266,16 +255,17 @@ class PeerConnection:
         """What to look at first; a receiver hangs up on a stranger without a reason, in any of several ways."""
         if self._is_welcome:
             return ""
-        return (
-            "; perhaps the keys of both ends differ, or one has none" if self._is_reached else "; nobody listens there"
-        )
+        if not self._is_reached:
+            return "; nobody listens there"
+        return "; perhaps the keys of both ends differ, or one has none"
 
     async def _keep_alive(self) -> None:
         try:
             async with asyncio.timeout(self._config.handshake_timeout_s):
                 await self._decided.wait()
         except TimeoutError:
-            self.lose(PeerLost(f"{self.peer.endpoint} did not answer the handshake{self._hint()}"))
+            why = "; it listens, and is stopped, too busy, or no receiver" if self._is_reached else self._hint()
+            self.lose(PeerLost(f"{self.peer.endpoint} did not answer the handshake{why}"))
             return
         max_silence_s = self._config.max_silence_s
         interval_s = min(self._lease_s, max_silence_s) / 3
