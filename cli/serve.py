@@ -174,7 +174,7 @@ def curl_example(url: str, model_name: str, needs_key: bool) -> str:
 
 def doctor_command(namespace: str, redis: EmbeddedRedis | None, key_file: str | None = None) -> str:
     """Return a command to paste, without a password: the URL is named as a variable, or as the file that holds it."""
-    url = '"$REDIS_URL"' if redis is None else f'"$(cat {redis.url_path})"'
+    url = '"$REDIS_URL"' if redis is None else f'"$(cat {shlex.quote(str(redis.url_path))})"'
     keys = "" if key_file is None else f" --transfer-key-file {shlex.quote(key_file)}"
     return f"pdserve doctor --redis-url {url} --namespace {namespace}{keys}"
 

@@ -49,6 +49,23 @@ async def test_redis_py_reaches_it_by_its_url() -> None:
             assert await client.get("key") == b"value"
 
 
+async def test_a_temporary_directory_may_have_any_name(temp_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = temp_dir / """a "b' #é%41?@"""
+    parent.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(parent))
+
+    with embedded_redis() as redis:
+        assert redis.socket_path.parent.parent == parent
+        async with running(redis), Redis.from_url(redis.url) as client:
+            assert await client.ping()
+            directory = (await client.config_get("dir"))["dir"]
+        command = doctor_command("serve-1", redis).removeprefix("pdserve doctor --redis-url ")
+        shown = subprocess.run(["bash", "-c", f"echo {command}"], capture_output=True, text=True, check=True).stdout
+
+    assert directory == str(redis.socket_path.parent)
+    assert shown.split()[0] == redis.url
+
+
 async def test_it_comes_back_under_the_same_url_after_a_kill() -> None:
     with embedded_redis() as redis:
         async with running(redis) as server:
