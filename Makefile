@@ -64,7 +64,7 @@ check: $(STAMP) typing
 # Tools that others wrote judge a running system; what they need stays out of .venv and of the default tests.
 judges: $(STAMP)
 	@mkdir -p $(JUDGES)
-	@tests/judges/run.sh $(VENV)/bin/pdserve $(abspath $(JUDGES)) $(JUDGE)
+	@tests/judges/run.sh $(VENV)/bin/pdserve "$(CURDIR)/$(JUDGES)" $(JUDGE)
 
 setup: $(STAMP)
 

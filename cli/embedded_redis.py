@@ -72,13 +72,17 @@ def find_redis_server() -> Path:
     )
 
 
+def temp_dir_for_sockets() -> Path:
+    """Return where a Unix socket can be made: the user's temporary directory, or /tmp if that lies too deep."""
+    configured = Path(tempfile.gettempdir())
+    return configured if len(os.fsencode(configured)) <= _LONGEST_TEMP_DIR else Path("/tmp")
+
+
 @contextlib.contextmanager
 def embedded_redis() -> Iterator[EmbeddedRedis]:
     """Prepare directory, password and configuration; remove all that is in there at the end."""
     binary = find_redis_server()
-    parent = Path(tempfile.gettempdir())
-    if len(os.fsencode(parent)) > _LONGEST_TEMP_DIR:
-        parent = Path("/tmp")
+    parent = temp_dir_for_sockets()
     _remove_orphans(parent)
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     try:

@@ -6,7 +6,8 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,16 +16,16 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, ConnectionError
 
 from pdserve.cli.child_process import ChildProcess, ChildSpec
-from pdserve.cli.embedded_redis import EmbeddedRedis, embedded_redis, find_redis_server
+from pdserve.cli.embedded_redis import EmbeddedRedis, embedded_redis, find_redis_server, temp_dir_for_sockets
 from pdserve.cli.errors import CliError
 from pdserve.cli.serve import doctor_command
 
 
 @pytest.fixture(autouse=True)
-def temp_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path_factory.mktemp("t")
-    monkeypatch.setattr("tempfile.tempdir", str(path))
-    return path
+def temp_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="t-", dir=temp_dir_for_sockets()) as path:  # tmp_path may lie too deep
+        monkeypatch.setattr("tempfile.tempdir", path)
+        yield Path(path)
 
 
 @asynccontextmanager
@@ -61,6 +62,17 @@ async def test_a_temporary_directory_may_have_any_name(temp_dir: Path, monkeypat
             directory = (await client.config_get("dir"))["dir"]
 
     assert directory == str(redis.socket_path.parent)
+
+
+def test_a_temporary_directory_too_deep_for_a_socket_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("é" * 40)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+
+    with embedded_redis() as redis:
+        assert redis.socket_path.parent.parent == Path("/tmp")
 
 
 async def test_it_comes_back_under_the_same_url_after_a_kill() -> None:
