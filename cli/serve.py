@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import secrets
 import shlex
 import signal
@@ -25,6 +24,7 @@ from pdserve.cli.setting_spec import Command
 from pdserve.cli.settings import Settings, specs_of
 from pdserve.cli.supervisor import RestartPolicy, Supervisor
 from pdserve.cli.transfer_key import load_transfer_keys
+from pdserve.engine.available_cores import num_available_cores
 from pdserve.engine.model_source import model_name_of, resolve_model
 
 _REDIS_START_TIMEOUT_S = 10.0
@@ -197,7 +197,7 @@ def _fleet_of(
         redis_url=redis.url if redis else settings.redis_url,
         namespace=f"serve-{secrets.token_hex(6)}",  # two installations on one Redis never meet
     )
-    num_threads = settings.num_threads or len(os.sched_getaffinity(0))
+    num_threads = settings.num_threads or num_available_cores()
     node = replace(
         shared,
         host="127.0.0.1",

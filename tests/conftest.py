@@ -33,6 +33,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # What the tests serve is on this machine, and clients that heed a proxy of yours must not ask it for that.
 for _name in ("no_proxy", "NO_PROXY"):
     os.environ[_name] = ",".join(filter(None, (os.environ.get(_name), "127.0.0.1", "localhost")))
+for _name in ("all_proxy", "ALL_PROXY"):
+    os.environ.pop(_name, None)  # beside a SOCKS proxy openai's client is not even made
 
 # The same code gets the same verdict, on a busy machine too; HYPOTHESIS_PROFILE=explore looks at other examples.
 settings.register_profile("repeat", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -82,8 +84,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     def make(model_type: str = "llama", seed: int = 0, **overrides: Any) -> Path:
         key = repr((model_type, seed, sorted(overrides.items(), key=lambda item: item[0])))
         if key not in made:
-            made[key] = tmp_path_factory.mktemp(model_type)
-            _save_checkpoint(made[key], model_type, seed, {**_SHAPE, **overrides})
+            folder = tmp_path_factory.mktemp(model_type)
+            _save_checkpoint(folder, model_type, seed, {**_SHAPE, **overrides})
+            made[key] = folder  # not before it is whole: a test may run out of time on the way
         return made[key]
 
     return make

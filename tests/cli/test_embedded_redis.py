@@ -22,7 +22,8 @@ from pdserve.cli.serve import doctor_command
 
 
 @pytest.fixture(autouse=True)
-def temp_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def temp_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    tmp_path_factory.getbasetemp()  # of all tests: made in the temporary directory of whoever asks first
     with tempfile.TemporaryDirectory(prefix="t-", dir=temp_dir_for_sockets()) as path:  # tmp_path may lie too deep
         monkeypatch.setattr("tempfile.tempdir", path)
         yield Path(path)
