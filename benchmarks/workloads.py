@@ -15,8 +15,8 @@ from pdserve.cli.load_report import LoadReport, Objectives, Spread, report_of, t
 Figures = Mapping[str, float]
 
 
-# What W6 promises a user, TTFT and TPOT: the limits that MLPerf Inference sets its servers of small models (Llama 3.1
-# 8B), and its tighter ones for interactive use (Llama 2 70B Interactive, https://mlcommons.org/2025/04/llm-inference-v5).
+# What W6 promises a user, TTFT and TPOT: an answer that begins and goes on, and one that feels immediate, which are the
+# limits of MLPerf Inference 5.0 for Llama 2 70B Interactive (https://mlcommons.org/2025/04/llm-inference-v5).
 OBJECTIVES: Mapping[str, Objectives] = {
     "goodput requests/s": Objectives(2_000.0, 100.0),
     "goodput requests/s, interactive": Objectives(450.0, 40.0),
