@@ -23,7 +23,7 @@ class Follower(Generic[T]):
         return self._ended.done()
 
     def put(self, item: T) -> bool:
-        """Give `item` and return True, if there is still somebody who takes it. Never raises: the one that waits does."""
+        """Give `item`, if there is still somebody who takes it, and return whether there was. Never raises: who waits does."""
         if self._ended.done():
             return False
         try:
