@@ -1,8 +1,8 @@
-"""Connections of redis-py to one Redis, kept for scripts: sent and read without what its client does around each command.
+"""Connections of redis-py to one Redis, kept for scripts: used without what its client does around each command.
 
-That is more than half of what a script costs a gateway: redis-py looks whether the connection still lives, whichever way
-it was last used, counts it in and out of its pool, and packs each argument by itself. Here a connection that turns out
-dead is made anew at its next use, by the same pool.
+That is more than half of what a script costs a gateway: redis-py looks whether the connection still lives, whichever
+way it was last used, counts it in and out of its pool, and packs each argument by itself. Here a connection that turns
+out dead is made anew at its next use, by the same pool.
 """
 
 import asyncio
@@ -18,8 +18,9 @@ Word = str | int
 
 
 class Connection(Protocol):
-    """The part of redis-py's connection that is used. Each method breaks the connection when it does not return, and
-    connects again where it is broken."""
+    """The part of redis-py's connection that is used; what does not return leaves it broken."""
+
+    async def connect(self) -> None: ...
 
     async def send_packed_command(self, command: Sequence[bytes]) -> None: ...
 
@@ -67,6 +68,7 @@ class ScriptConnections:
 
 
 async def _exchange(connection: Connection, content: bytes, num_answers: int) -> list[Any]:
+    await connection.connect()  # where it is broken; to the primary of now, which sending alone would not ask for
     await connection.send_packed_command((content,))
     answers: list[Any] = []
     while len(answers) < num_answers:

@@ -23,7 +23,7 @@ class Follower(Generic[T]):
         return self._ended.done()
 
     def put(self, item: T) -> bool:
-        """Give `item`, if there is still somebody who takes it, and return whether there was. Never raises: who waits does."""
+        """Give `item`; return False if nobody takes it any more. Never raises: the one that waits does."""
         if self._ended.done():
             return False
         try:
