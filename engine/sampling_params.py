@@ -179,6 +179,18 @@ class SamplingParams:
         logprobs = 0 if self.is_ranked and self.logprobs is None else self.logprobs
         return replace(self, n=1, best_of=None, seed=branch_seed(self.seed, index), logprobs=logprobs, **changes)
 
+    def dispatched(self, seed: int) -> "SamplingParams":
+        """Return what nodes are told, who know no text: with a seed, and without stop strings.
+
+        Nothing that was checked can become wrong by that, so nothing is checked again.
+        """
+        copied: SamplingParams = object.__new__(SamplingParams)
+        for name in SamplingParams.__slots__:
+            object.__setattr__(copied, name, getattr(self, name))
+        object.__setattr__(copied, "seed", seed)
+        object.__setattr__(copied, "stop", ())
+        return copied
+
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken: temperature below 1e-5 counts as 0 (it would overflow)."""
