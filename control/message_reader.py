@@ -55,10 +55,10 @@ class MessageReader:
     async def recv(self) -> list[bytes]:
         """Wait for the frames of the next message."""
         if not self._received:
-            self._num_in_burst += 1
-            if self._num_in_burst > _BURST_MESSAGES:
+            if self._num_in_burst == _BURST_MESSAGES:
                 self._num_in_burst = 0
                 await asyncio.sleep(0)
+            self._num_in_burst += 1
             await self.follow(self._receive)
         return self._received.popleft()
 
