@@ -22,15 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from line_plot import line_plot
 
-from pdserve.engine.block_pool import BlockId
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.model_source import resolve_model
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.sequence import SequenceSpec
+from pdserve.kernels.kv_rows import kv_torch_dtype, pack_rows
 
 _BATCHES, _CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 2_048, 8_192)
 _PLOTTED_BATCHES = (1, 4, 16, 64)
@@ -108,8 +109,11 @@ def measure(engine: Engine, dtype: str, kind: str, batch: int, context: int, num
 def _fill(engine: Engine, fields: dict[str, Any], batch: int, num_tokens: int) -> None:
     """Let `batch` sequences of `num_tokens` tokens begin to decode."""
     draw = np.random.default_rng(1)
-    num_values = engine.block_bytes(BlockId(0)).nbytes // 4
-    block = memoryview((draw.standard_normal(num_values, dtype=np.float32) * 0.5).view(np.uint8))
+    facts = engine.facts
+    shape = (facts.num_layers, 2, facts.num_kv_heads, facts.block_size, facts.head_dim)
+    values = torch.from_numpy(draw.standard_normal(shape, dtype=np.float32) * 0.5)
+    rows = pack_rows(values, kv_torch_dtype(facts.kv_dtype)).contiguous()
+    block = memoryview(rows.view(torch.uint8).flatten().numpy())
     for index in range(batch):
         prompt = tuple(draw.integers(3, engine.facts.vocab_size, num_tokens).tolist())
         sampling = SamplingParams(seed=index, ignore_eos=True, max_tokens=None, **fields)

@@ -28,7 +28,6 @@ from pdserve.kernels.cpu import CpuKernels
 
 _READ_BYTES = 512 * 2**20
 _GEMM_ROWS = 512
-_KV_BYTES = 4  # a value of the cache in float32
 _DECODED = 64
 
 
@@ -38,6 +37,7 @@ class Work:
 
     config: DecoderConfig
     weight_bytes: int  # of one weight
+    kv_bytes: int  # of one value of the cache
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
@@ -61,7 +61,7 @@ class Work:
         """Read for one decoded token: each weight once, with those of the output head, and the keys and values."""
         c = self.config
         kv_values = 2 * c.num_layers * c.num_kv_heads * c.head_dim * context_len
-        return (self.layer_weights + c.vocab_size * c.hidden_size) * self.weight_bytes + kv_values * _KV_BYTES
+        return (self.layer_weights + c.vocab_size * c.hidden_size) * self.weight_bytes + kv_values * self.kv_bytes
 
     def prompt_operations(self, num_tokens: int) -> int:
         """Multiplications and additions for a prompt: matrices, causal attention, one row of logits."""
@@ -95,7 +95,7 @@ def main() -> None:
     if kernels is None:
         raise SystemExit("the CPU kernels are not built: install a C++ compiler, then make setup")
     model_dir = ModelDir.open(resolve_model(arguments.model, progress=print))
-    work = Work(DecoderConfig.from_config(model_dir.config), 1 if is_int8 else 4)
+    work = Work(DecoderConfig.from_config(model_dir.config), 1 if is_int8 else 4, 2 if is_int8 else 4)
     llm = LLM(arguments.model, dtype=arguments.dtype, num_threads=arguments.threads, enable_prefix_cache=False)
     multiply = _gemm(kernels, work)
     memory = torch.ones(_READ_BYTES // 4)
