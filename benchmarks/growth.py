@@ -134,8 +134,9 @@ def main() -> None:
     for dtype in options.dtype or ("int8", "float32"):
         engine = Engine.load(
             EngineConfig(
-                model_dir=model_dir, dtype=dtype, num_threads=options.threads, max_num_seqs=max(batches),
-                kv_memory_bytes=options.kv_memory_bytes, enable_prefix_cache=False, growth_reserve=0.0,
+                model_dir=model_dir, dtype=dtype, kv_cache_dtype=options.kv_cache_dtype, num_threads=options.threads,
+                max_num_seqs=max(batches), kv_memory_bytes=options.kv_memory_bytes, enable_prefix_cache=False,
+                growth_reserve=0.0,
             )
         )  # fmt: skip
         grid = [(batch, context) for context in contexts for batch in batches if batch * context <= _MOST_TOKENS]
@@ -152,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a model directory; default: the demo model")
     parser.add_argument("--dtype", action="append", help="int8 or float32; default: both, one after the other")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of keys and values; default: what the weights imply")
     parser.add_argument("--steps", type=int, default=30, help="steps of each batch")
     parser.add_argument("--threads", type=int, help="default: one a core")
     parser.add_argument("--kv-memory-bytes", type=int, default=4 * 1024**3)

@@ -62,14 +62,16 @@ struct Bfloat16Row {
   static float scale(const uint8_t*, int64_t) { return 1; }
 
   static void write(const float* x, int64_t head_dim, uint8_t* row) {
-    for (int64_t d = 0; d < head_dim; d += kLanes) {
-      const int64_t count = std::min<int64_t>(kLanes, head_dim - d);
-      const Vec values = load_some(x + d, count);
-      const BitsVec bits = (BitsVec)values, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-      const BitsVec halves = values == values ? rounded : rounded * 0 + 0x7fc0;
-      const HalfVec narrow = __builtin_convertvector(halves, HalfVec);
-      std::memcpy(row + 2 * d, &narrow, 2 * count);
-    }
+    int64_t d = 0;
+    for (; d + kLanes <= head_dim; d += kLanes) *(HalfVecUnaligned*)(row + 2 * d) = rounded(load(x + d));
+    if (d == head_dim) return;
+    const HalfVec rest = rounded(load_some(x + d, head_dim - d));
+    std::memcpy(row + 2 * d, &rest, 2 * (head_dim - d));
+  }
+
+  static HalfVec rounded(Vec values) {
+    const BitsVec bits = (BitsVec)values, nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return __builtin_convertvector(values == values ? nearest : nearest * 0 + 0x7fc0, HalfVec);
   }
 
   static Vec vector(const uint8_t* row, int64_t d, float) {
