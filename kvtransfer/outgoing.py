@@ -21,6 +21,7 @@ from pdserve.kvtransfer.flight_window import FlightWindow
 from pdserve.kvtransfer.frames import (
     MAX_BLOCKS_PER_MESSAGE,
     MAX_CODE_LENGTH,
+    MAX_FRAME_BYTES,
     MAX_METADATA_BYTES,
     MAX_TEXT_LENGTH,
     Abort,
@@ -336,7 +337,9 @@ class OutgoingTransfer:
             tuple(block.nbytes for block in blocks),
             checksums,
         )
-        frames = [run.buffer for run in runs] if encoding == Encoding.RAW else blocks
+        frames = (
+            [frame for run in runs for frame in run.frames(MAX_FRAME_BYTES)] if encoding == Encoding.RAW else blocks
+        )
         self._link.send(header, () if places else frames)
         num_bytes = sum(header.sizes)
         policy.meter.sent(len(indexes) * length, num_bytes, self._loop.time())
