@@ -201,9 +201,10 @@ async def test_strangers_make_a_node_allocate_nothing(make_pair, context, is_gua
             with suppress(zmq.Again):
                 for _ in range(20):
                     await stranger.send_multipart([offer, bytes(64 * 1024)], flags=zmq.NOBLOCK)
+            # What came before it has been read; what a stranger still has queued is in this process too.
+            await pair.sender.probe(pair.peer, 1, 10.0)
 
-    await pair.sender.probe(pair.peer, 1, 10.0)  # what came before it has been read
-    assert _resident_bytes() - before < 24 * 2**20  # 50 MiB were sent
+    assert _resident_bytes() - before < 8 * 2**20  # 50 MiB were sent
     assert set(pair.sink.reserved) == {"t1"} and pair.receiver.counts().open == 0
     assert list(pair.receiver._transfers) == []
     assert [peer.node_id for peer in pair.receiver._peers.values()] == ["prefill-0"]
