@@ -34,7 +34,7 @@ class ReplyFormat(Protocol):
 
 
 class OpenAIFormat:
-    """Completions and chat completions: choices in envelopes, then `[DONE]`; no `[DONE]` after a failure."""
+    """Completions and chat completions: choices in envelopes, or an error, then `[DONE]`."""
 
     def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer) -> None:
         self._plan = plan
@@ -85,8 +85,8 @@ class OpenAIFormat:
         has_last = self._plan.reply.include_usage or self._plan.reply.return_route_info
         return [*([StreamEvent(last)] if has_last else []), END_OF_STREAM]
 
-    def failure(self, reply: ErrorReply) -> list[StreamEvent]:
-        return [StreamEvent(reply.body())]
+    def failure(self, reply: ErrorReply) -> Sequence[AnyEvent]:
+        return [StreamEvent(reply.body()), END_OF_STREAM]
 
 
 def _only_text(piece: ChoicePiece) -> str | None:
