@@ -8,7 +8,8 @@ from pdserve.gateway.answer_part import Said
 from pdserve.gateway.choice_text import ChoicePiece
 from pdserve.gateway.error_responses import ErrorReply
 from pdserve.gateway.generation_plan import Endpoint, GenerationPlan
-from pdserve.gateway.reply_shapes import envelope, reply_shape, route_info, scored_prompt
+from pdserve.gateway.reply_shapes import envelope, reply_shape, scored_prompt
+from pdserve.gateway.route_format import asked_route
 from pdserve.gateway.running_choices import RunningChoices
 from pdserve.gateway.stream_event import END_OF_STREAM, AnyEvent, StreamEvent
 from pdserve.gateway.text_frame import TextFrame
@@ -50,9 +51,7 @@ class OpenAIFormat:
         body["usage"] = running.usage().body()
         if self._plan.endpoint is Endpoint.CHAT:
             body |= scored_prompt(self._plan, choices[0], self._tokenizer)
-        if self._plan.reply.return_route_info:
-            body["route_info"] = route_info(running.stats())
-        return body
+        return body | asked_route(self._plan, running)
 
     def opening(self, running: RunningChoices) -> Sequence[AnyEvent]:
         return ()
@@ -80,8 +79,7 @@ class OpenAIFormat:
         last = envelope(self._plan, self._shape.chunk_name, ())
         if self._plan.reply.include_usage:
             last["usage"] = running.usage().body()
-        if self._plan.reply.return_route_info:
-            last["route_info"] = route_info(running.stats())
+        last |= asked_route(self._plan, running)
         has_last = self._plan.reply.include_usage or self._plan.reply.return_route_info
         return [*([StreamEvent(last)] if has_last else []), END_OF_STREAM]
 
