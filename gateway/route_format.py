@@ -1,18 +1,19 @@
 """How an answer was made, shown in it where its request asks for that."""
 
+from typing import Any
+
 from pdserve.gateway.generation_plan import GenerationPlan
-from pdserve.gateway.reply_types import RouteReply
 from pdserve.gateway.running_choices import RunningChoices
 
 
-def asked_route(plan: GenerationPlan, running: RunningChoices) -> dict[str, list[RouteReply]]:
+def asked_route(plan: GenerationPlan, running: RunningChoices) -> dict[str, Any]:
     """Return `route_info` of an answer if it was asked for: of each choice nodes, attempts, cached tokens and times.
 
     Times are milliseconds from the admission of the choice.
     """
     if not plan.reply.return_route_info:
         return {}
-    shown: list[RouteReply] = [
+    shown = [
         {
             "index": index,
             "route": choice.route,
