@@ -90,7 +90,7 @@ class Operations(Protocol):
         slot_mapping: Tensor,
         spans: Any,
     ) -> None:
-        """Run a fused layer over a float32 cache; changes `hidden` in place."""
+        """Run a fused layer; changes `hidden` in place."""
         ...
 
 

@@ -82,7 +82,7 @@ class Decoder:
                 on_layer(index)
             rotation = None if shape.rope is None else rotations[shape.rope]
             fused, kv_blocks = self._fused[index], kv_cache.layer(index)
-            if fused is not None and kv_blocks.dtype is torch.float32:
+            if fused is not None:
                 self._operations.run_layer(fused, hidden, rotation, kv_blocks, model_input.slot_mapping, spans)
                 continue
             normed = self._norm(hidden, layer.attention_input_norm)
