@@ -108,6 +108,24 @@ async def test_more_than_the_ring_holds_travels_both_ways_and_every_slot_comes_b
     assert (_ring_of(pair).num_free, _ring_of(pair).num_in_use) == (4, 0)
 
 
+@pytest.mark.parametrize("shared_memory", ["always", "never"])
+async def test_few_layers_wait_for_the_rest_of_their_blocks_where_memory_is_shared(make_pair, shared_memory):
+    pair = await make_pair(sender_config=SenderConfig(shared_memory=shared_memory))
+    transfer = await pair.offer()
+    size = pair.layout.block_size_bytes
+    await transfer.granted()
+
+    await transfer.send_layers(pair.blocks()[:2], 1, least_shared_bytes=size + 1)
+
+    assert pair.sender.counts().bytes_sent == (0 if shared_memory == "always" else size)
+    await transfer.send_layers(pair.blocks(), 1, least_shared_bytes=size + 1)
+    assert pair.sender.counts().bytes_sent == 3 * size // 2
+    await transfer.send_blocks(pair.blocks())
+    await transfer.finish(b"")
+    assert pair.sink.landed["t1"] == dict(pair.blocks())
+    assert pair.sender.counts().bytes_sent == 3 * size
+
+
 @pytest.mark.parametrize("num_sent", [0, 1, 2, 3])
 @pytest.mark.parametrize("aborts_first", [True, False])
 async def test_an_abort_at_any_point_gives_every_slot_back(make_pair, num_sent, aborts_first):
