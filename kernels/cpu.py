@@ -57,7 +57,7 @@ class CpuKernels:
         _declare(library.pdserve_attention, *attention)
         _declare(library.pdserve_rms_norm, *[_POINTER] * 3, _INT64, _INT64, _FLOAT, _INT)
         _declare(library.pdserve_silu_mul, _POINTER, _POINTER, _INT64, _INT64, _INT)
-        _declare(library.pdserve_layer, _POINTER, _POINTER)
+        _declare(library.pdserve_layers, _POINTER, _POINTER, _INT64)
         rope = [_POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER, _INT64, _POINTER, *[_INT64] * 5, _INT]
         _declare(library.pdserve_rope_store, *rope)
         cache = [_INT, _POINTER, *[_INT64] * 4]
@@ -260,36 +260,42 @@ class CpuKernels:
         return heads[:, :num_heads]
 
     def fuse(self, layer: GatedLayer) -> FusedLayer | None:
-        """Lay a layer out for `run_layer`; None if it has to be run operation by operation."""
+        """Lay a layer out for `run_layers`; None if it has to be run operation by operation."""
         return FusedLayer.of(layer)
 
-    def run_layer(
+    def run_layers(
         self,
-        fused: FusedLayer,
+        layers: Sequence[FusedLayer],
         hidden: Tensor,  # [num_tokens, hidden_size] float32, changed in place
-        rotation: tuple[Tensor, Tensor] | None,
-        kv_blocks: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim] float32
+        rotations: Sequence[tuple[Tensor, Tensor] | None],  # of each layer
+        kv_layers: Sequence[Tensor],  # of each: [num_blocks, 2, num_kv_heads, block_size, head_dim] float32
         slot_mapping: Tensor,
         spans: "PackedSpans",
     ) -> None:
-        """Run a whole layer: the bits of its operations one by one, without their cost in Python."""
-        assert hidden.is_contiguous() and kv_blocks.dtype is torch.float32
-        cos, sin = (None, None) if rotation is None else rotation
-        step = Step(
-            hidden.data_ptr(),
-            None if cos is None else cos.data_ptr(),
-            None if sin is None else sin.data_ptr(),
-            slot_mapping.data_ptr(),
-            spans.table.data_ptr(),
-            kv_blocks.data_ptr(),
-            hidden.shape[0],
-            spans.table.shape[0],
-            0 if cos is None else cos.shape[1],
-            kv_blocks.stride(0),
-            kv_blocks.shape[3],
-            self._num_threads,
-        )
-        self._library.pdserve_layer(ctypes.byref(fused.structure), ctypes.byref(step))
+        """Run whole layers: the bits of their operations one by one, without their cost in Python.
+
+        It is one call, so the interpreter's lock is let go and waited for once.
+        """
+        assert hidden.is_contiguous() and all(each.dtype is torch.float32 for each in kv_layers)
+        rows, slots, table = hidden.data_ptr(), slot_mapping.data_ptr(), spans.table.data_ptr()
+        counts = hidden.shape[0], spans.table.shape[0]
+        steps = [
+            Step(
+                rows,
+                *_rotation_pointers(rotation),
+                slots,
+                table,
+                kv_blocks.data_ptr(),
+                *counts,
+                0 if rotation is None else rotation[0].shape[1],
+                kv_blocks.stride(0),
+                kv_blocks.shape[3],
+                self._num_threads,
+            )
+            for rotation, kv_blocks in zip(rotations, kv_layers, strict=True)
+        ]
+        addresses = (ctypes.c_void_p * len(layers))(*[layer.address for layer in layers])
+        self._library.pdserve_layers(addresses, (Step * len(steps))(*steps), len(steps))
 
     def sample(
         self,
@@ -319,6 +325,10 @@ class PackedSpans:
 def runs_here(library: ctypes.CDLL) -> bool:
     """Return whether this processor has the instructions of a build."""
     return bool(library.pdserve_runs_here())
+
+
+def _rotation_pointers(rotation: tuple[Tensor, Tensor] | None) -> tuple[int | None, int | None]:
+    return (None, None) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
 
 
 def _row_cache(kv_blocks: Tensor, head_dim: int) -> tuple[int, ...]:
