@@ -97,6 +97,11 @@ class EngineConfig:
         """What keys and values are held in."""
         return self.compute_dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
+    @property
+    def tpot_target_s(self) -> float | None:
+        """In what time running streams are to get a token."""
+        return None if self.tpot_target_ms is None else self.tpot_target_ms / 1000
+
     def scheduling(self, max_model_len: int) -> SchedulerConfig:
         """Return what the scheduler is told, for a model that takes `max_model_len` tokens."""
         return SchedulerConfig(
@@ -106,7 +111,7 @@ class EngineConfig:
             enable_prefix_cache=self.enable_prefix_cache,
             policy=SchedulingPolicy(self.scheduling_policy),
             short_prompt_share=self.short_prompt_share,
-            tpot_target_s=None if self.tpot_target_ms is None else self.tpot_target_ms / 1000,
+            tpot_target_s=self.tpot_target_s,
             growth_reserve=self.growth_reserve,
             max_waiting_s=self.max_waiting_s,
         )

@@ -52,6 +52,11 @@ class CoreShare:
         """How many processes compute now."""
         return sum(self._memory[:])
 
+    @property
+    def is_wanted_by_others(self) -> bool:
+        """Whether another process computes now."""
+        return self.num_busy > self._memory[self._place]
+
     def set_busy(self, is_busy: bool) -> None:
         """Say whether this process computes."""
         self._memory[self._place] = _BUSY if is_busy else _IDLE
