@@ -97,9 +97,10 @@ class Decoder:
                 on_layer(index)
             fused = self._fused_runs[index][:most] if step.kv_layers[index].dtype is torch.float32 else ()
             if fused:
-                rotations, kv_layers = (each[index : index + len(fused)] for each in (step.rotations, step.kv_layers))
+                end = index + len(fused)
+                rotations, kv_layers = step.rotations[index:end], step.kv_layers[index:end]
                 self._operations.run_layers(fused, hidden, rotations, kv_layers, step.slot_mapping, step.spans)
-                index += len(fused)
+                index = end
             else:
                 hidden = self._run_layer(index, hidden, step)
                 index += 1
