@@ -146,24 +146,26 @@ class OutgoingTransfer:
         can_cut = self._link.agreement.piece_size_bytes < self._block_size_bytes
         return can_cut and not self._link.policy.is_compressing
 
-    async def send_layers(
-        self, blocks: Iterable[tuple[int, bytes | memoryview]], num_layers: int, least_shared_bytes: int = 0
-    ) -> None:
+    def are_layers_due(self, indexes: Iterable[int], num_layers: int, least_shared_bytes: int) -> bool:
+        """Whether to send the first layers of blocks now: over shared memory once they are so many bytes."""
+        if self._link.ring is None:
+            return True
+        end = num_layers * self._link.agreement.piece_size_bytes
+        nums_sent = (self._num_bytes_sent(index) for index in indexes)
+        return sum(max(0, end - num_sent) for num_sent in nums_sent if num_sent is not None) >= least_shared_bytes
+
+    async def send_layers(self, blocks: Iterable[tuple[int, bytes | memoryview]], num_layers: int) -> None:
         """Send the first layers of blocks of which the others are not final yet, unless they have been sent.
 
-        Each buffer is one whole block. `send_blocks` sends the rest. Without effect unless `takes_layers`, and over
-        shared memory while there are less than `least_shared_bytes` to send.
+        Each buffer is one whole block. `send_blocks` sends the rest. Without effect unless `takes_layers`.
 
         Raises:
             ValueError: an index outside the offer, or a buffer of another size; blocks before it may have left.
         """
         await self.granted()
-        if not self.takes_layers:
-            return
-        runs = list(self._layer_runs(blocks, num_layers * self._link.agreement.piece_size_bytes))
-        if self._link.ring is None or sum(run.buffer.nbytes for run in runs) >= least_shared_bytes:
-            self._sent_in_layers.update(run.first_index for run in runs)
-            await self._send_runs(RunCutter(iter(runs)))
+        if self.takes_layers:
+            end = num_layers * self._link.agreement.piece_size_bytes
+            await self._send_runs(RunCutter(self._layer_runs(blocks, end)))
 
     async def finish(self, metadata: bytes) -> None:
         """Say that all needed blocks are sent and wait until the receiver has committed.
@@ -278,6 +280,7 @@ class OutgoingTransfer:
             run = BlockRun.of(index, buffer, self._block_size_bytes)
             num_sent = self._num_bytes_sent(index)
             if num_sent is not None and num_sent < end:
+                self._sent_in_layers.add(index)
                 yield run.cut_start(num_sent).cut_end(end)
 
     def _sent_so_far(self, index: int) -> tuple[int | None, bool]:

@@ -156,8 +156,9 @@ class PrefillWorker:
     async def _ship_layers(self, transfer: OutgoingTransfer, step: LayerProgress, num_sent: int) -> None:
         blocks = range(max(step.first_block, num_sent), step.end_block)
         table = step.block_table
-        memory = ((each, self._engine.block_bytes(table[each])) for each in blocks)
-        await transfer.send_layers(memory, step.num_layers, _LEAST_SHARED_BYTES)
+        if transfer.are_layers_due(blocks, step.num_layers, _LEAST_SHARED_BYTES):
+            memory = ((each, self._engine.block_bytes(table[each])) for each in blocks)
+            await transfer.send_layers(memory, step.num_layers)
 
 
 def _raise_failure(output: StepOutput) -> None:

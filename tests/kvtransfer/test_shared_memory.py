@@ -108,22 +108,25 @@ async def test_more_than_the_ring_holds_travels_both_ways_and_every_slot_comes_b
     assert (_ring_of(pair).num_free, _ring_of(pair).num_in_use) == (4, 0)
 
 
-@pytest.mark.parametrize("shared_memory", ["always", "never"])
-async def test_few_layers_wait_for_the_rest_of_their_blocks_where_memory_is_shared(make_pair, shared_memory):
-    pair = await make_pair(sender_config=SenderConfig(shared_memory=shared_memory))
+async def test_layers_are_due_over_shared_memory_once_there_are_enough_of_them(make_pair):
+    pair = await make_pair(sender_config=ALWAYS)
     transfer = await pair.offer()
-    size = pair.layout.block_size_bytes
+    await transfer.granted()
+    layer_bytes = pair.layout.block_size_bytes // 2
+
+    assert not transfer.are_layers_due(range(3), 1, 3 * layer_bytes + 1)
+    assert transfer.are_layers_due(range(3), 1, 3 * layer_bytes)
+    await transfer.send_layers(pair.blocks()[:2], 1)
+    assert not transfer.are_layers_due(range(3), 1, layer_bytes + 1)  # what has been sent does not count
+    assert transfer.are_layers_due(range(3), 2, 4 * layer_bytes)
+
+
+async def test_layers_are_due_at_once_where_they_travel_in_frames(make_pair):
+    pair = await make_pair(sender_config=SenderConfig(shared_memory="never"))
+    transfer = await pair.offer()
     await transfer.granted()
 
-    await transfer.send_layers(pair.blocks()[:2], 1, least_shared_bytes=size + 1)
-
-    assert pair.sender.counts().bytes_sent == (0 if shared_memory == "always" else size)
-    await transfer.send_layers(pair.blocks(), 1, least_shared_bytes=size + 1)
-    assert pair.sender.counts().bytes_sent == 3 * size // 2
-    await transfer.send_blocks(pair.blocks())
-    await transfer.finish(b"")
-    assert pair.sink.landed["t1"] == dict(pair.blocks())
-    assert pair.sender.counts().bytes_sent == 3 * size
+    assert transfer.are_layers_due(range(3), 1, 1 + pair.layout.block_size_bytes * 3)
 
 
 @pytest.mark.parametrize("num_sent", [0, 1, 2, 3])
