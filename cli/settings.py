@@ -247,7 +247,7 @@ class Settings(HttpSettings, SchedulingSettings, GenerationSettings):
         value_types.whole(1, 1024),
         Group.ENGINE,
         ENGINES,
-        "CPU threads of a node; by default all cores",
+        "CPU threads of a node; by default all cores that it may use, in a container no more than its share",
     )
     core_share_file: str | None = setting(
         None,

@@ -179,6 +179,7 @@ async def test_health_without_any_node_is_bad() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_generate_answers_from_standard_input(demo_model_dir: Path) -> None:
     command = [sys.executable, "-P", "-c", "from pdserve.cli.main import main; main()", "generate"]
     question = "What is the capital of France?\n"
@@ -188,7 +189,7 @@ def test_generate_answers_from_standard_input(demo_model_dir: Path) -> None:
         input=question,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
 
