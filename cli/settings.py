@@ -233,7 +233,8 @@ class Settings(HttpSettings, SchedulingSettings, GenerationSettings):
         value_types.choice("auto", "float32", "bfloat16", "float16", "int8", "fp8", note="; fp8 needs a GPU"),
         Group.ENGINE,
         ENGINES,
-        "type of cached keys and values: auto is --dtype; int8 has a scale for each token and head",
+        "type of cached keys and values: auto is --dtype, and bfloat16 beside int8 weights; int8 has a scale for each "
+        "token and head",
     )
     model_impl: str = setting(
         "auto",

@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import cast
 
@@ -59,6 +59,7 @@ _REFUSED_EVENTS = (
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 )
 _LOST_EVENTS = zmq.Event.DISCONNECTED | zmq.Event.CLOSED | _REFUSED_EVENTS
+_TO_GATEWAY = (TokenBatch, StageReport, Pong, TaskFailed, LinkReport)
 _PERHAPS_KEYS = "perhaps the keys of both ends differ, or one has none"
 
 
@@ -274,18 +275,25 @@ class ControlClient:
         finally:
             self._reader.look()
 
+    async def follow(self, take: Callable[[ToGateway], bool]) -> None:
+        """Give each readable message to `take` the moment it comes, until it returns True. Ends only so: the owner
+        cancels it when `lost` is set.
+
+        Raises:
+            Exception: whatever `take` raises.
+        """
+
+        def read(frames: list[bytes]) -> bool:
+            message = self._understood(frames)
+            return message is not None and take(message)
+
+        await self._reader.follow(read)
+
     async def recv(self) -> ToGateway:
         """Wait for the next readable message. Ends only with one: the owner cancels it when `lost` is set."""
-        while True:
-            frames = await self._reader.recv()
-            try:
-                message = _read(frames)
-                if isinstance(message, Pong | TokenBatch | StageReport | TaskFailed | LinkReport):
-                    return message
-                raise MessageError(f"a node does not say {type(message).__name__}")
-            except MessageError as error:
-                self.num_malformed += 1
-                logger.warning("dropped a message from a node: %s", error)
+        while (message := self._understood(await self._reader.recv())) is None:
+            pass
+        return message
 
     def close(self) -> None:
         """Close the socket; what is queued (a cancel) gets a moment to leave, unless the node is lost."""
@@ -295,6 +303,18 @@ class ControlClient:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)
+
+    def _understood(self, frames: list[bytes]) -> ToGateway | None:
+        """Return the message; None, counted and logged, for what cannot be read."""
+        try:
+            message = _read(frames)
+            if isinstance(message, _TO_GATEWAY):
+                return message
+            raise MessageError(f"a node does not say {type(message).__name__}")
+        except MessageError as error:
+            self.num_malformed += 1
+            logger.warning("dropped a message from a node: %s", error)
+            return None
 
     async def _next_event(self) -> int:
         event = await recv_monitor_message(self._monitor)

@@ -59,8 +59,10 @@ class OpenAIFormat:
 
     def events(self, piece: ChoicePiece, running: RunningChoices) -> Sequence[AnyEvent]:
         frame = self._frames.get(piece.index)
-        if frame is not None and self._is_framed and (text := _only_text(piece)) is not None:
-            return (frame.around(text),)
+        if frame is not None and self._is_framed and piece.finish_reason is None and len(piece.parts) == 1:
+            (part,) = piece.parts
+            if isinstance(part, Said) and not piece.prompt_tokens:
+                return (frame.around(part.text),)
         events = self._chunks(piece, running, is_first=frame is None)
         if frame is None:
             place = ChoicePiece(piece.index, TextFrame.PLACE, (), 0, None, parts=(Said(TextFrame.PLACE),))
@@ -87,11 +89,3 @@ class OpenAIFormat:
 
     def failure(self, reply: ErrorReply) -> list[StreamEvent]:
         return [StreamEvent(reply.body())]
-
-
-def _only_text(piece: ChoicePiece) -> str | None:
-    """Return the text of a piece that tells nothing else."""
-    if piece.finish_reason is None and not piece.prompt_tokens and len(piece.parts) == 1:
-        part = piece.parts[0]
-        return part.text if isinstance(part, Said) else None
-    return None

@@ -90,7 +90,7 @@ class Operations(Protocol):
         slot_mapping: Tensor,
         spans: Any,
     ) -> None:
-        """Run fused layers over their float32 caches; changes `hidden` in place."""
+        """Run fused layers; changes `hidden` in place."""
         ...
 
 

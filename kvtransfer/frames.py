@@ -29,6 +29,7 @@ from pdserve.kvtransfer.shared_ring import MAX_RING_SLOTS
 
 PROTOCOL_VERSION = 5
 MAX_BLOCKS_PER_MESSAGE = 1_024
+MAX_FRAME_BYTES = 4 * 1024 * 1024  # of payload, or one block if that is larger
 MAX_TRANSFERS_PER_PEER = 16_384
 MAX_ID_LENGTH = 128
 MAX_CODE_LENGTH = 64

@@ -17,7 +17,15 @@ from pdserve.kvtransfer.credit import CreditGate
 from pdserve.kvtransfer.encoding import Encoding
 from pdserve.kvtransfer.errors import TransferError, TransferRefused
 from pdserve.kvtransfer.flight_window import FlightWindow
-from pdserve.kvtransfer.frames import MAX_BLOCKS_PER_MESSAGE, MAX_METADATA_BYTES, Abort, Blocks, Done, Message
+from pdserve.kvtransfer.frames import (
+    MAX_BLOCKS_PER_MESSAGE,
+    MAX_FRAME_BYTES,
+    MAX_METADATA_BYTES,
+    Abort,
+    Blocks,
+    Done,
+    Message,
+)
 from pdserve.kvtransfer.outgoing_session import (
     AnnounceGrant,
     End,
@@ -333,7 +341,9 @@ class OutgoingTransfer:
             tuple(block.nbytes for block in blocks),
             checksums,
         )
-        frames = [run.buffer for run in runs] if encoding == Encoding.RAW else blocks
+        frames = (
+            [frame for run in runs for frame in run.frames(MAX_FRAME_BYTES)] if encoding == Encoding.RAW else blocks
+        )
         self._link.send(header, () if places else frames)
         num_bytes = sum(header.sizes)
         policy.meter.sent(len(indexes) * length, num_bytes, self._loop.time())

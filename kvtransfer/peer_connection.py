@@ -284,9 +284,12 @@ class PeerConnection:
         await self._decided.wait()
         wire = self.agreement.wire
         self.ring = await share_memory(self._ring_offer, self._config, self.credit_bytes, wire, self.counters)
-        # What is under way should find room in the ring, and two messages are always: one lands, one follows.
+        # What is under way should find room in the ring, and two messages are always: one lands, one follows. Frames
+        # take the time of a copy on their way, so of these a third follows.
         most = self.credit_bytes if self.ring is None else min(self.ring.shape.size_bytes, self.credit_bytes)
-        self.window = FlightWindow(max(LEAST_BYTES, 2 * self.max_message_bytes, 2 * wire.block_size_bytes), most)
+        message_bytes = max(self.max_message_bytes, wire.block_size_bytes)
+        num_messages = 3 if self.ring is None else 2
+        self.window = FlightWindow(max(LEAST_BYTES, num_messages * message_bytes), most)
         self.gate.keep(self.credit_bytes - self.window.size_bytes)
         self._settled.set()
 

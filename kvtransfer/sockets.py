@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from pdserve.kvtransfer.config import ReceiverConfig, SenderConfig
 from pdserve.kvtransfer.curve_keys import CurveKeys
-from pdserve.kvtransfer.frames import MAX_HEADER_BYTES
+from pdserve.kvtransfer.frames import MAX_FRAME_BYTES, MAX_HEADER_BYTES
 from pdserve.kvtransfer.layout import KVLayout
 from pdserve.kvtransfer.task_set import TaskSet
 from pdserve.kvtransfer.zap import ZAP_DOMAIN, KeyAuthenticator
@@ -190,7 +190,7 @@ def _open_router(
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.RCVHWM, _ROUTER_QUEUE_MESSAGES)
     socket.setsockopt(zmq.SNDHWM, _ROUTER_QUEUE_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_BYTES, layout.block_size_bytes))
+    socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_BYTES, MAX_FRAME_BYTES, layout.block_size_bytes))
     socket.setsockopt(zmq.HANDSHAKE_IVL, round(config.handshake_timeout_s * 1000))
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     _watch_peer(socket, config.lease_s)

@@ -95,7 +95,7 @@ class Decoder:
                 raise StepInterrupted("the engine is told to end")
             if on_layer is not None:
                 on_layer(index)
-            fused = self._fused_runs[index][:most] if step.kv_layers[index].dtype is torch.float32 else ()
+            fused = self._fused_runs[index][:most]
             if fused:
                 end = index + len(fused)
                 rotations, kv_layers = step.rotations[index:end], step.kv_layers[index:end]

@@ -576,6 +576,19 @@ async def test_a_run_leaves_as_far_as_there_is_credit(make_pair, layout):
     assert pair.sink.landed["t1"] == dict(pair.blocks(40))
 
 
+async def test_a_run_of_more_than_a_frame_may_hold_leaves_in_several(make_pair):
+    layout = KVLayout("m", num_layers=1, block_size=64, num_kv_heads=16, head_dim=128, dtype="float32")  # 1 MiB blocks
+    config = SenderConfig(max_message_bytes=16 * layout.block_size_bytes, shared_memory="never")
+    pair = await make_pair(layout=layout, sender_config=config)
+    transfer = await pair.offer(num_tokens=9 * 64)
+
+    await transfer.send_blocks([(0, b"".join(block for _, block in pair.blocks(9 * 64)))])
+    await transfer.finish(b"")
+
+    assert pair.sink.landed["t1"] == dict(pair.blocks(9 * 64))
+    assert pair.sender.counts().bytes_shared == 0
+
+
 async def test_layers_travel_as_they_become_final_and_blocks_bring_the_rest(pair):
     transfer = await pair.offer(num_tokens=16)
     pair.sink.present.add(pair.hashes(16)[0])
