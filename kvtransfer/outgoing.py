@@ -15,12 +15,15 @@ from pdserve.kvtransfer.compression import CompressionPolicy
 from pdserve.kvtransfer.counters import TransferCounters
 from pdserve.kvtransfer.credit import CreditGate
 from pdserve.kvtransfer.encoding import Encoding
-from pdserve.kvtransfer.errors import TransferError, TransferRefused
+from pdserve.kvtransfer.errors import FailureCode, TransferError, TransferRefused
+from pdserve.kvtransfer.field_checks import clip
 from pdserve.kvtransfer.flight_window import FlightWindow
 from pdserve.kvtransfer.frames import (
     MAX_BLOCKS_PER_MESSAGE,
+    MAX_CODE_LENGTH,
     MAX_FRAME_BYTES,
     MAX_METADATA_BYTES,
+    MAX_TEXT_LENGTH,
     Abort,
     Blocks,
     Done,
@@ -223,7 +226,8 @@ class OutgoingTransfer:
                     self._marks.granted(self._loop.time())
                     self._answered.set()
                 case SendAbort(code, message):
-                    self._link.send(Abort(self.transfer_id, self.generation, code, message))
+                    why = clip(code, MAX_CODE_LENGTH) or FailureCode.PROTOCOL, clip(message, MAX_TEXT_LENGTH)
+                    self._link.send(Abort(self.transfer_id, self.generation, *why))
                 case End(error):
                     self._end(error)
 

@@ -2,7 +2,8 @@
 
 Bounds of one conversion: to bfloat16 and float16 the nearest value (relative error 2**-8 and 2**-11 in their normal
 range; float16 at most 65504), to int8 half a scale (max |x| / 254), to fp8 (e4m3) 2**-4 in its normal range from 2**-6
-to 448; to a wider dtype none.
+to 448. To a wider dtype none, but from int8: value * scale has more digits than bfloat16 and float16 hold, and is
+rounded as above.
 """
 
 import numpy as np

@@ -30,6 +30,8 @@ _ROUTER_QUEUE_MESSAGES = 4_096
 # have a small one of themselves.
 _LOCAL_SEND_BUFFER_BYTES = 256 * 1024
 
+_STRANGERS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
 # A socket that must not reconnect: with -1, ZeroMQ's own word for never, it would throw away what had arrived when the
 # connection ended and was not read yet. By then the socket is long closed.
 NEVER_MS = 86_400_000
@@ -66,7 +68,8 @@ async def listening(
     """Bind a receiver's socket; yield it, the monitor of its lost connections, and its address.
 
     Sending to a peer that is gone fails, and a peer that sends a frame larger than a header or a block is
-    disconnected. With keys the socket lives in a context of its own, for a context has one authenticator.
+    disconnected. With keys the socket lives in a context of its own, for a context has one authenticator, and the
+    monitor tells as well of those who come without one: the authenticator is asked about well-made keys only.
 
     Raises:
         ValueError: the endpoint is open to other machines and there are no keys.
@@ -77,7 +80,7 @@ async def listening(
             context = await stack.enter_async_context(guarded_context(config.curve, on_stranger))
         socket = _open_router(context, endpoint, layout, config)
         stack.callback(socket.close, linger=round(config.linger_s * 1000))
-        monitor = open_monitor(context, socket, zmq.EVENT_DISCONNECTED)
+        monitor = open_monitor(context, socket, zmq.EVENT_DISCONNECTED | (0 if config.curve is None else _STRANGERS))
         stack.callback(monitor.close, linger=0)
         stack.callback(socket.disable_monitor)
         socket.bind(endpoint)
