@@ -51,7 +51,7 @@ _HANDSHAKE_MS = 3_000
 _KEEPALIVE_IDLE_S = 10
 _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_PROBES = 3
-_DONTWAIT = int(zmq.DONTWAIT)
+_DONTWAIT, _SNDMORE = int(zmq.DONTWAIT), int(zmq.SNDMORE)
 _CLOSE_TIMEOUT_S = 0.5
 _REFUSAL_LOG_S = 60.0
 # "Without detail" is a peer that hung up first, as one without a key does once it sees that one is wanted.
@@ -72,7 +72,9 @@ class ControlServer:
     """
 
     def __init__(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
-        self._socket = socket
+        self._socket = socket  # of a context that closes what is left open; read and written by its plain twin
+        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
+        self._reader = MessageReader(self._plain)
         self.endpoint = endpoint
         self._unsaid: dict[Peer, list[TokenChunk]] = {}
         self.num_malformed = 0
@@ -119,7 +121,7 @@ class ControlServer:
     async def recv(self) -> tuple[Peer, ToNode]:
         """Wait for the next readable message and who sent it."""
         while True:
-            frames = await self._socket.recv_multipart()
+            frames = await self._reader.recv()
             try:
                 message = _read(frames[1:])
                 if isinstance(message, Ping | PrefillTask | DecodeTask | CancelTask | ProbeLink):
@@ -153,6 +155,7 @@ class ControlServer:
         """Close the socket; what is queued gets a moment to leave."""
         for peer in tuple(self._unsaid):
             self._say_all(peer)
+        self._reader.close()
         self._socket.close(linger=_LINGER_MS)
 
     def _say_all(self, peer: Peer) -> None:
@@ -162,14 +165,17 @@ class ControlServer:
 
     def _send(self, peer: Peer, message: ToGateway) -> None:
         try:
-            sent = self._socket.send_multipart([peer, encode(message)], flags=zmq.DONTWAIT)
-            cast("asyncio.Future[object]", sent).result()  # with DONTWAIT it is done already
+            content = encode(message)
+            self._plain.send(peer, _DONTWAIT | _SNDMORE)  # refused here, if at all: nothing is ever sent in part
+            self._plain.send(content, _DONTWAIT)
         except zmq.Again:
             self._drop(peer, message, "it does not read")
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._drop(peer, message, "it is gone")
+        finally:
+            self._reader.look()
 
     async def _count_refusals(self, monitor: zmq.asyncio.Socket) -> None:
         while True:

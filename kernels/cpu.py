@@ -56,7 +56,7 @@ class CpuKernels:
         _declare(library.pdserve_attention, *attention)
         _declare(library.pdserve_rms_norm, *[_POINTER] * 3, _INT64, _INT64, _FLOAT, _INT)
         _declare(library.pdserve_silu_mul, _POINTER, _POINTER, _INT64, _INT64, _INT)
-        _declare(library.pdserve_layer, _POINTER, _POINTER)
+        _declare(library.pdserve_layers, _POINTER, _POINTER, _INT64)
         rope: list[type[Any]] = [_POINTER, _INT64, _POINTER, _POINTER, _INT64, cache, _POINTER, *[_INT64] * 4, _INT]
         _declare(library.pdserve_rope_store, *rope)
         _declare(library.pdserve_sample, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _INT64, _INT)
@@ -223,34 +223,40 @@ class CpuKernels:
         return heads[:, :num_heads]
 
     def fuse(self, layer: GatedLayer) -> FusedLayer | None:
-        """Lay a layer out for `run_layer`; None if it has to be run operation by operation."""
+        """Lay a layer out for `run_layers`; None if it has to be run operation by operation."""
         return FusedLayer.of(layer)
 
-    def run_layer(
+    def run_layers(
         self,
-        fused: FusedLayer,
+        layers: Sequence[FusedLayer],
         hidden: Tensor,  # [num_tokens, hidden_size] float32, changed in place
-        rotation: tuple[Tensor, Tensor] | None,
-        kv_blocks: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, row_elements]
+        rotations: Sequence[tuple[Tensor, Tensor] | None],  # of each layer
+        kv_layers: Sequence[Tensor],  # of each: [num_blocks, 2, num_kv_heads, block_size, row_elements]
         slot_mapping: Tensor,
         spans: "PackedSpans",
     ) -> None:
-        """Run a whole layer: the bits of its operations one by one, without their cost in Python."""
+        """Run whole layers: the bits of their operations one by one, without their cost in Python.
+
+        It is one call, so the interpreter's lock is let go and waited for once.
+        """
         assert hidden.is_contiguous()
-        cos, sin = (None, None) if rotation is None else rotation
-        step = Step(
-            hidden.data_ptr(),
-            None if cos is None else cos.data_ptr(),
-            None if sin is None else sin.data_ptr(),
-            slot_mapping.data_ptr(),
-            spans.table.data_ptr(),
-            RowCache.of(kv_blocks),
-            hidden.shape[0],
-            spans.table.shape[0],
-            0 if cos is None else cos.shape[1],
-            self._num_threads,
-        )
-        self._library.pdserve_layer(ctypes.byref(fused.structure), ctypes.byref(step))
+        rows, slots, table = hidden.data_ptr(), slot_mapping.data_ptr(), spans.table.data_ptr()
+        counts = hidden.shape[0], spans.table.shape[0]
+        steps = [
+            Step(
+                rows,
+                *_rotation_pointers(rotation),
+                slots,
+                table,
+                RowCache.of(kv_blocks),
+                *counts,
+                0 if rotation is None else rotation[0].shape[1],
+                self._num_threads,
+            )
+            for rotation, kv_blocks in zip(rotations, kv_layers, strict=True)
+        ]
+        addresses = (ctypes.c_void_p * len(layers))(*[layer.address for layer in layers])
+        self._library.pdserve_layers(addresses, (Step * len(steps))(*steps), len(steps))
 
     def sample(
         self,
@@ -280,6 +286,10 @@ class PackedSpans:
 def runs_here(library: ctypes.CDLL) -> bool:
     """Return whether this processor has the instructions of a build."""
     return bool(library.pdserve_runs_here())
+
+
+def _rotation_pointers(rotation: tuple[Tensor, Tensor] | None) -> tuple[int | None, int | None]:
+    return (None, None) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
 
 
 def _declare(function: Any, *arguments: type[Any]) -> None:

@@ -78,9 +78,10 @@ void pdserve_int8_linear(const float* x, int64_t x_stride, const int8_t* panels,
                    [=](int64_t row, float*) { return x + row * x_stride; });
 }
 
-// A layer and a step as kernels/fused_layer.py lays them out.
-void pdserve_layer(const void* layer, const void* step) {
-  run_layer(*static_cast<const Layer*>(layer), *static_cast<const Step*>(step));
+// Layers, one after the other, and a step for each, as kernels/fused_layer.py lays them out.
+void pdserve_layers(const void* const* layers, const void* steps, int64_t num_layers) {
+  for (int64_t i = 0; i < num_layers; i++)
+    run_layer(*static_cast<const Layer*>(layers[i]), static_cast<const Step*>(steps)[i]);
 }
 
 void pdserve_attention(const float* query, int64_t query_stride, const RowCache* cache, float* output,

@@ -85,7 +85,7 @@ class Step(ctypes.Structure):
 class FusedLayer:
     """A layer laid out for the kernels; keeps its tensors alive."""
 
-    __slots__ = ("layer", "structure")
+    __slots__ = ("address", "layer", "structure")
 
     def __init__(self, layer: GatedLayer) -> None:
         self.layer = layer
@@ -102,6 +102,7 @@ class FusedLayer:
             layer.soft_cap or 0.0,
             layer.residual,
         )
+        self.address = ctypes.addressof(self.structure)
 
     @classmethod
     def of(cls, layer: GatedLayer) -> "FusedLayer | None":

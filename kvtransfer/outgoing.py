@@ -157,6 +157,14 @@ class OutgoingTransfer:
         can_cut = self._link.agreement.piece_size_bytes < self._block_size_bytes
         return can_cut and not self._link.policy.is_compressing
 
+    def are_layers_due(self, indexes: Iterable[int], num_layers: int, least_shared_bytes: int) -> bool:
+        """Whether to send the first layers of blocks now: over shared memory once they are so many bytes."""
+        if self._link.ring is None:
+            return True
+        end = num_layers * self._link.agreement.piece_size_bytes
+        nums_sent = (self._num_bytes_sent(index) for index in indexes)
+        return sum(max(0, end - num_sent) for num_sent in nums_sent if num_sent is not None) >= least_shared_bytes
+
     async def send_layers(self, blocks: Iterable[tuple[int, bytes | memoryview]], num_layers: int) -> None:
         """Send the first layers of blocks of which the others are not final yet, unless they have been sent.
 

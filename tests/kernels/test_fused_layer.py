@@ -97,7 +97,7 @@ def test_fused_layer_has_the_bits_of_its_operations(
         hidden = torch.randn(start, 72)
         expected = _one_by_one(kernels, layer, hidden, rotation, other[:, 1], slots, spans)
 
-        kernels.run_layer(fused, hidden, rotation, cache[:, 1], slots, kernels.prepare(spans))
+        kernels.run_layers([fused], hidden, [rotation], [cache[:, 1]], slots, kernels.prepare(spans))
 
         assert torch.equal(hidden, expected)
         assert torch.equal(cache, other)
