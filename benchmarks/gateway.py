@@ -9,7 +9,8 @@ not count. The decode node says one token to each of them every `--step-ms`, as 
 handler, and from a bare write to the socket. The three take turns, each figure is the median of `--rounds`; on a
 machine that others use too, the differences and ratios between them say more than the figures.
 `request_ms` is the wall time of a whole one-token answer, one after the other on one connection, Redis and the scripted
-nodes included; `floor_request` is the same of a bare aiohttp handler, by turns.
+nodes included; `floor_request` is the same of a bare aiohttp handler, by turns, and `floor_others` that of one which
+asks Redis and the nodes for the same: what is above it is the gateway's own.
 """
 
 import argparse
@@ -273,7 +274,8 @@ async def _measure(options: argparse.Namespace) -> None:
         gateway_command = (pdserve, "gateway", "--port", "0", "--redis-url", redis.url, *names)
         step = ("--step-ms", str(options.step_ms))
         nodes_command = (sys.executable, __file__, "--nodes-of", redis.url, *step)
-        floor_command = (sys.executable, str(Path(__file__).with_name("stream_floor.py")), *step)
+        floor_options = (*step, "--redis-url", redis.url)
+        floor_command = (sys.executable, str(Path(__file__).with_name("stream_floor.py")), *floor_options)
         async with (
             _process(*redis.command, cpu=cores[-1], log=Path(folder) / "redis"),
             _process(*nodes_command, cpu=cores[-1], log=Path(folder) / "nodes"),
@@ -288,6 +290,7 @@ async def _measure(options: argparse.Namespace) -> None:
                 whole = {
                     "gateway_request": Target(session, "/v1/completions", gateway.pid),
                     "floor_request": Target(floor_session, "/whole", floor.pid),
+                    "floor_others": Target(floor_session, "/others", floor.pid),
                 }
                 await _whole(whole, 50)
                 result = await _whole(whole, options.requests)

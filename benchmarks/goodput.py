@@ -1,10 +1,12 @@
 """W6: the highest rate at which a server keeps its promises, found by doubling and bisection.
 
-At every rate the same requests of a trace are sent, with other prompts of the same lengths; only time is stretched. A
-rate is held if 90 % of them meet the objectives. A trial ends as soon as that cannot happen any more.
+At every rate the requests of a trace are sent from its beginning, with other prompts of the same lengths and its time
+stretched, for so long that the rate is no burst that a queue swallows. A rate is held if 90 % of them meet the
+objectives. A trial ends as soon as that cannot happen any more.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -23,19 +25,21 @@ _DRAIN_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class TraceRequests:
-    """Which requests a trial sends. Lengths of the trace are divided by `divisor`."""
+    """Which requests a trial sends: those of `span_s`, at least `min_count`. The trace's lengths are divided."""
 
     trace: Path
-    count: int
+    min_count: int
+    span_s: float
     divisor: float
     seed: int
 
     def at(self, rate_per_s: float, trial: int) -> tuple[PlannedRequest, ...]:
         """Return them at a mean rate, with prompts that no earlier trial had."""
-        natural = read_trace(self.trace, self.count, TraceScale(lengths=self.divisor), self.seed)
-        span_s = max(1e-3, natural[-1].arrives_at_s or 0.0)
-        scale = TraceScale(lengths=self.divisor, time=(self.count - 1) / rate_per_s / span_s)
-        return read_trace(self.trace, self.count, scale, self.seed + trial)
+        count = max(self.min_count, math.ceil(rate_per_s * self.span_s))
+        natural = read_trace(self.trace, count, TraceScale(lengths=self.divisor), self.seed)
+        natural_span_s = max(1e-3, natural[-1].arrives_at_s or 0.0)
+        scale = TraceScale(lengths=self.divisor, time=(len(natural) - 1) / rate_per_s / natural_span_s)
+        return read_trace(self.trace, count, scale, self.seed + trial)
 
 
 async def highest_rate(holds: Callable[[float], Awaitable[bool]], precision: float) -> float:
@@ -75,7 +79,8 @@ async def measure_goodput(
         nonlocal trial
         trial += 1
         is_held = await _is_held(client, requests.at(rate_per_s, trial), objectives)
-        print(f"  {rate_per_s:.3g} requests/s: {'held' if is_held else 'missed'}", flush=True)
+        promised = f"{objectives.ttft_ms} and {objectives.tpot_ms} ms"
+        print(f"  {rate_per_s:.3g} requests/s within {promised}: {'held' if is_held else 'missed'}", flush=True)
         await _drained(client, requests.seed + trial)
         return is_held
 

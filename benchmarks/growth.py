@@ -22,15 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from line_plot import line_plot
 
-from pdserve.engine.block_pool import BlockId
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.model_source import resolve_model
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.sequence import SequenceSpec
+from pdserve.kernels.kv_rows import kv_torch_dtype, pack_rows
 
 _BATCHES, _CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 2_048, 8_192)
 _PLOTTED_BATCHES = (1, 4, 16, 64)
@@ -108,8 +109,11 @@ def measure(engine: Engine, dtype: str, kind: str, batch: int, context: int, num
 def _fill(engine: Engine, fields: dict[str, Any], batch: int, num_tokens: int) -> None:
     """Let `batch` sequences of `num_tokens` tokens begin to decode."""
     draw = np.random.default_rng(1)
-    num_values = engine.block_bytes(BlockId(0)).nbytes // 4
-    block = memoryview((draw.standard_normal(num_values, dtype=np.float32) * 0.5).view(np.uint8))
+    facts = engine.facts
+    shape = (facts.num_layers, 2, facts.num_kv_heads, facts.block_size, facts.head_dim)
+    values = torch.from_numpy(draw.standard_normal(shape, dtype=np.float32) * 0.5)
+    rows = pack_rows(values, kv_torch_dtype(facts.kv_dtype)).contiguous()
+    block = memoryview(rows.view(torch.uint8).flatten().numpy())
     for index in range(batch):
         prompt = tuple(draw.integers(3, engine.facts.vocab_size, num_tokens).tolist())
         sampling = SamplingParams(seed=index, ignore_eos=True, max_tokens=None, **fields)
@@ -130,8 +134,9 @@ def main() -> None:
     for dtype in options.dtype or ("int8", "float32"):
         engine = Engine.load(
             EngineConfig(
-                model_dir=model_dir, dtype=dtype, num_threads=options.threads, max_num_seqs=max(batches),
-                kv_memory_bytes=options.kv_memory_bytes, enable_prefix_cache=False, growth_reserve=0.0,
+                model_dir=model_dir, dtype=dtype, kv_cache_dtype=options.kv_cache_dtype, num_threads=options.threads,
+                max_num_seqs=max(batches), kv_memory_bytes=options.kv_memory_bytes, enable_prefix_cache=False,
+                growth_reserve=0.0,
             )
         )  # fmt: skip
         grid = [(batch, context) for context in contexts for batch in batches if batch * context <= _MOST_TOKENS]
@@ -148,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a model directory; default: the demo model")
     parser.add_argument("--dtype", action="append", help="int8 or float32; default: both, one after the other")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of keys and values; default: what the weights imply")
     parser.add_argument("--steps", type=int, default=30, help="steps of each batch")
     parser.add_argument("--threads", type=int, help="default: one a core")
     parser.add_argument("--kv-memory-bytes", type=int, default=4 * 1024**3)

@@ -1,6 +1,6 @@
 """How near the offline engine comes to what the machine can do: decode to the memory, prefill to the multipliers.
 
-    .venv/bin/python benchmarks/limits.py [--model demo] [--dtype int8] [--threads N] [--rounds 3]
+    .venv/bin/python benchmarks/limits.py [--model demo] [--dtype int8] [--kv-cache-dtype float32] [--threads N]
 
 In every round, one after the other: the bandwidth of reading (the maximum of a tensor much larger than the caches), the
 rate of the matrix products alone (512 rows through the model's own shapes), one stream that decodes, and a prompt. The
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from pdserve.engine.llm import LLM
+from pdserve.engine.memory_estimate import VALUE_BYTES
 from pdserve.engine.model_source import resolve_model
 from pdserve.engine.models.decoder_config import DecoderConfig
 from pdserve.engine.models.model_dir import ModelDir
@@ -28,7 +29,6 @@ from pdserve.kernels.cpu import CpuKernels
 
 _READ_BYTES = 512 * 2**20
 _GEMM_ROWS = 512
-_KV_BYTES = 4  # a value of the cache in float32
 _DECODED = 64
 
 
@@ -38,6 +38,7 @@ class Work:
 
     config: DecoderConfig
     weight_bytes: int  # of one weight
+    kv_bytes: int  # of one value of the cache
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
@@ -61,7 +62,7 @@ class Work:
         """Read for one decoded token: each weight once, with those of the output head, and the keys and values."""
         c = self.config
         kv_values = 2 * c.num_layers * c.num_kv_heads * c.head_dim * context_len
-        return (self.layer_weights + c.vocab_size * c.hidden_size) * self.weight_bytes + kv_values * _KV_BYTES
+        return (self.layer_weights + c.vocab_size * c.hidden_size) * self.weight_bytes + kv_values * self.kv_bytes
 
     def prompt_operations(self, num_tokens: int) -> int:
         """Multiplications and additions for a prompt: matrices, causal attention, one row of logits."""
@@ -86,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="int8", choices=["int8", "float32"])
+    parser.add_argument("--kv-cache-dtype", choices=list(VALUE_BYTES))
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=1024)
@@ -95,8 +97,10 @@ def main() -> None:
     if kernels is None:
         raise SystemExit("the CPU kernels are not built: install a C++ compiler, then make setup")
     model_dir = ModelDir.open(resolve_model(arguments.model, progress=print))
-    work = Work(DecoderConfig.from_config(model_dir.config), 1 if is_int8 else 4)
-    llm = LLM(arguments.model, dtype=arguments.dtype, num_threads=arguments.threads, enable_prefix_cache=False)
+    kv_dtype = arguments.kv_cache_dtype or ("bfloat16" if is_int8 else "float32")  # as auto has it
+    work = Work(DecoderConfig.from_config(model_dir.config), 1 if is_int8 else 4, VALUE_BYTES[kv_dtype])
+    options = {"dtype": arguments.dtype, "kv_cache_dtype": kv_dtype, "num_threads": arguments.threads}
+    llm = LLM(arguments.model, enable_prefix_cache=False, **options)
     multiply = _gemm(kernels, work)
     memory = torch.ones(_READ_BYTES // 4)
     _generate(llm, arguments.prompt_tokens, 2)  # the first pass commits memory

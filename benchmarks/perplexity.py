@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/perplexity.py [--model demo] [--dtypes float32,bfloat16] [--kv-dtypes model,int8]
 
 The text (tests/data/alice.txt: Lewis Carroll, Alice's Adventures in Wonderland, chapters I to IV) is cut into
-windows of --window tokens, each scored on its own through the engine that serves. `model` as a KV dtype is that of
-the weights' computation. The last column is the ratio to the first row, which should be float32.
+windows of --window tokens, each scored on its own through the engine that serves. `model` as a KV dtype is what
+the weights imply. The last column is the ratio to the first row, which should be float32.
 """
 
 import argparse

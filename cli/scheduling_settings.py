@@ -31,8 +31,9 @@ class SchedulingSettings:
         value_types.number(0.1, 600_000),
         Group.ENGINE,
         ENGINES,
-        "give prompts only so many tokens of a step that running streams get a token in this time; by default up to "
-        "--max-num-batched-tokens",
+        "give prompts only so many tokens of a step that running streams get a token in this time (by default up to "
+        "--max-num-batched-tokens), and prompts of other nodes on the same cores (--core-share-file) what streams "
+        "leave of it",
     )
     growth_reserve: float = setting(
         0.5,

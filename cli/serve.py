@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import secrets
 import shlex
 import signal
@@ -25,6 +24,7 @@ from pdserve.cli.setting_spec import Command
 from pdserve.cli.settings import Settings, specs_of
 from pdserve.cli.supervisor import RestartPolicy, Supervisor
 from pdserve.cli.transfer_key import load_transfer_keys
+from pdserve.engine.available_cores import num_available_cores
 from pdserve.engine.model_source import model_name_of, resolve_model
 
 _REDIS_START_TIMEOUT_S = 10.0
@@ -174,7 +174,7 @@ def curl_example(url: str, model_name: str, needs_key: bool) -> str:
 
 def doctor_command(namespace: str, redis: EmbeddedRedis | None, key_file: str | None = None) -> str:
     """Return a command to paste, without a password: the URL is named as a variable, or as the file that holds it."""
-    url = '"$REDIS_URL"' if redis is None else f'"$(cat {redis.url_path})"'
+    url = '"$REDIS_URL"' if redis is None else f'"$(cat {shlex.quote(str(redis.url_path))})"'
     keys = "" if key_file is None else f" --transfer-key-file {shlex.quote(key_file)}"
     return f"pdserve doctor --redis-url {url} --namespace {namespace}{keys}"
 
@@ -197,7 +197,7 @@ def _fleet_of(
         redis_url=redis.url if redis else settings.redis_url,
         namespace=f"serve-{secrets.token_hex(6)}",  # two installations on one Redis never meet
     )
-    num_threads = settings.num_threads or len(os.sched_getaffinity(0))
+    num_threads = settings.num_threads or num_available_cores()
     node = replace(
         shared,
         host="127.0.0.1",

@@ -29,6 +29,7 @@ from pdserve.cli.setting_spec import (
     spec_of,
 )
 from pdserve.engine.swap_rule import PreemptionMode
+from pdserve.kvtransfer.kv_events import KVEventFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,7 @@ class Settings(HttpSettings, SchedulingSettings, GenerationSettings):
     )
     node_id: str | None = setting(
         None,
-        value_types.text(),
+        value_types.text(max_bytes=128),  # what either plane can say
         Group.NETWORK,
         NODES,
         "name of this node; by default role and a random part",
@@ -233,7 +234,8 @@ class Settings(HttpSettings, SchedulingSettings, GenerationSettings):
         value_types.choice("auto", "float32", "bfloat16", "float16", "int8", "fp8", note="; fp8 needs a GPU"),
         Group.ENGINE,
         ENGINES,
-        "type of cached keys and values: auto is --dtype; int8 has a scale for each token and head",
+        "type of cached keys and values: auto is --dtype, and bfloat16 beside int8 weights; int8 has a scale for each "
+        "token and head",
     )
     model_impl: str = setting(
         "auto",
@@ -247,7 +249,7 @@ class Settings(HttpSettings, SchedulingSettings, GenerationSettings):
         value_types.whole(1, 1024),
         Group.ENGINE,
         ENGINES,
-        "CPU threads of a node; by default all cores",
+        "CPU threads of a node; by default all cores that it may use, in a container no more than its share",
     )
     core_share_file: str | None = setting(
         None,
@@ -331,6 +333,13 @@ class Settings(HttpSettings, SchedulingSettings, GenerationSettings):
         NODES,
         "address on which KV events are published; they hold token ids, so beyond this machine --transfer-key-file is "
         "needed",
+    )
+    kv_events_format: str = setting(
+        KVEventFormat.ARRAY,
+        value_types.choice(*KVEventFormat),
+        Group.NETWORK,
+        NODES | SERVE,
+        "how KV events are written: array, as vLLM up to 0.23 does, or map, as from 0.26 on",
     )
     max_num_seqs: int = setting(
         64, value_types.whole(1, 4096), Group.ENGINE, ENGINES, "most sequences computed in one step"

@@ -31,15 +31,15 @@ class ValueType:
     is_switch: bool = False
 
 
-def text() -> ValueType:
-    """Any non-empty text."""
+def text(max_bytes: int | None = None) -> ValueType:
+    """Any non-empty text, or one of at most so many bytes in UTF-8."""
 
     def parse(raw: object) -> SettingValue:
-        if not isinstance(raw, str) or not raw:
+        if not isinstance(raw, str) or not raw or (max_bytes is not None and len(raw.encode()) > max_bytes):
             raise ValueError
         return raw
 
-    return ValueType("TEXT", "a non-empty text", parse)
+    return ValueType("TEXT", "a non-empty text" + (f" of at most {max_bytes} bytes" if max_bytes else ""), parse)
 
 
 def redis_url() -> ValueType:

@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import cast
 
@@ -51,7 +51,7 @@ _HANDSHAKE_MS = 3_000
 _KEEPALIVE_IDLE_S = 10
 _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_PROBES = 3
-_DONTWAIT = int(zmq.DONTWAIT)
+_DONTWAIT, _SNDMORE = int(zmq.DONTWAIT), int(zmq.SNDMORE)
 _CLOSE_TIMEOUT_S = 0.5
 _REFUSAL_LOG_S = 60.0
 # "Without detail" is a peer that hung up first, as one without a key does once it sees that one is wanted.
@@ -59,6 +59,7 @@ _REFUSED_EVENTS = (
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 )
 _LOST_EVENTS = zmq.Event.DISCONNECTED | zmq.Event.CLOSED | _REFUSED_EVENTS
+_TO_GATEWAY = (TokenBatch, StageReport, Pong, TaskFailed, LinkReport)
 _PERHAPS_KEYS = "perhaps the keys of both ends differ, or one has none"
 
 
@@ -71,7 +72,9 @@ class ControlServer:
     """
 
     def __init__(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
-        self._socket = socket
+        self._socket = socket  # of a context that closes what is left open; read and written by its plain twin
+        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
+        self._reader = MessageReader(self._plain)
         self.endpoint = endpoint
         self._unsaid: dict[Peer, list[TokenChunk]] = {}
         self.num_malformed = 0
@@ -118,7 +121,7 @@ class ControlServer:
     async def recv(self) -> tuple[Peer, ToNode]:
         """Wait for the next readable message and who sent it."""
         while True:
-            frames = await self._socket.recv_multipart()
+            frames = await self._reader.recv()
             try:
                 message = _read(frames[1:])
                 if isinstance(message, Ping | PrefillTask | DecodeTask | CancelTask | ProbeLink):
@@ -152,6 +155,7 @@ class ControlServer:
         """Close the socket; what is queued gets a moment to leave."""
         for peer in tuple(self._unsaid):
             self._say_all(peer)
+        self._reader.close()
         self._socket.close(linger=_LINGER_MS)
 
     def _say_all(self, peer: Peer) -> None:
@@ -161,14 +165,17 @@ class ControlServer:
 
     def _send(self, peer: Peer, message: ToGateway) -> None:
         try:
-            sent = self._socket.send_multipart([peer, encode(message)], flags=zmq.DONTWAIT)
-            cast("asyncio.Future[object]", sent).result()  # with DONTWAIT it is done already
+            content = encode(message)
+            self._plain.send(peer, _DONTWAIT | _SNDMORE)  # refused here, if at all: nothing is ever sent in part
+            self._plain.send(content, _DONTWAIT)
         except zmq.Again:
             self._drop(peer, message, "it does not read")
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._drop(peer, message, "it is gone")
+        finally:
+            self._reader.look()
 
     async def _count_refusals(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
@@ -268,18 +275,25 @@ class ControlClient:
         finally:
             self._reader.look()
 
+    async def follow(self, take: Callable[[ToGateway], bool]) -> None:
+        """Give each readable message to `take` the moment it comes, until it returns True. Ends only so: the owner
+        cancels it when `lost` is set.
+
+        Raises:
+            Exception: whatever `take` raises.
+        """
+
+        def read(frames: list[bytes]) -> bool:
+            message = self._understood(frames)
+            return message is not None and take(message)
+
+        await self._reader.follow(read)
+
     async def recv(self) -> ToGateway:
         """Wait for the next readable message. Ends only with one: the owner cancels it when `lost` is set."""
-        while True:
-            frames = await self._reader.recv()
-            try:
-                message = _read(frames)
-                if isinstance(message, Pong | TokenBatch | StageReport | TaskFailed | LinkReport):
-                    return message
-                raise MessageError(f"a node does not say {type(message).__name__}")
-            except MessageError as error:
-                self.num_malformed += 1
-                logger.warning("dropped a message from a node: %s", error)
+        while (message := self._understood(await self._reader.recv())) is None:
+            pass
+        return message
 
     def close(self) -> None:
         """Close the socket; what is queued (a cancel) gets a moment to leave, unless the node is lost."""
@@ -289,6 +303,18 @@ class ControlClient:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)
+
+    def _understood(self, frames: list[bytes]) -> ToGateway | None:
+        """Return the message; None, counted and logged, for what cannot be read."""
+        try:
+            message = _read(frames)
+            if isinstance(message, _TO_GATEWAY):
+                return message
+            raise MessageError(f"a node does not say {type(message).__name__}")
+        except MessageError as error:
+            self.num_malformed += 1
+            logger.warning("dropped a message from a node: %s", error)
+            return None
 
     async def _next_event(self) -> int:
         event = await recv_monitor_message(self._monitor)

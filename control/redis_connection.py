@@ -19,6 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
 from pdserve.control.errors import RedisUnavailable
+from pdserve.control.script_connections import ConnectionPool, ScriptConnections, Word
 
 # A script that begins with this has Redis' own clock, in milliseconds, as `now`.
 LUA_NOW_MS = "local t = redis.call('TIME'); local now = t[1] * 1000 + math.floor(t[2] / 1000)\n"
@@ -36,19 +37,11 @@ _SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 class _Client(Protocol):
     """The part of redis-py's client that is used."""
 
-    async def execute_command(self, *args: str | int) -> Any: ...
+    connection_pool: ConnectionPool
 
-    def pipeline(self, transaction: bool) -> "_Pipeline": ...
+    async def execute_command(self, *args: Word) -> Any: ...
 
     async def aclose(self) -> None: ...
-
-
-class _Pipeline(Protocol):
-    """Commands of redis-py that are sent together."""
-
-    def execute_command(self, *args: str | int) -> Any: ...
-
-    async def execute(self, raise_on_error: bool) -> list[Any]: ...
 
 
 class Script:
@@ -59,7 +52,7 @@ class Script:
         self.digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
-ScriptCall = tuple[Sequence[str], Sequence[str | int]]  # keys, arguments
+ScriptCall = tuple[Sequence[str], Sequence[Word]]  # keys, arguments
 
 
 class RedisConnection:
@@ -69,35 +62,29 @@ class RedisConnection:
         self._client = client
         self._timeout_s = timeout_s
         self._sentinels = sentinels
+        self._scripts = ScriptConnections(client.connection_pool)
         # redis-py's pool fails at once when it has no connection left: calls wait here for their turn.
         self._turns = asyncio.Semaphore(_MAX_CONNECTIONS)
 
-    async def call(self, *command: str | int) -> Any:
+    async def call(self, *command: Word) -> Any:
         """Return Redis' answer to one command."""
         async with self._bounded(str(command[0])):
             return await self._client.execute_command(*command)
 
-    async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
+    async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Word]) -> Any:
         """Return what `script` returns; its source is sent only to a Redis that does not know it yet."""
-        async with self._bounded("script"):
-            tail = (len(keys), *keys, *arguments)
-            try:
-                return await self._client.execute_command("EVALSHA", script.digest, *tail)
-            except NoScriptError:
-                return await self._client.execute_command("EVAL", script.source, *tail)
+        (answer,) = await self.run_each(script, ((keys, arguments),))
+        return answer
 
     async def run_each(self, script: Script, calls: Sequence[ScriptCall]) -> list[Any]:
         """Return what `script` returns for each of `calls`, which cost one round trip together."""
-        async with self._bounded("scripts"):
-            pipeline = self._client.pipeline(transaction=False)
-            for keys, arguments in calls:
-                pipeline.execute_command("EVALSHA", script.digest, len(keys), *keys, *arguments)
-            answers = await pipeline.execute(raise_on_error=False)
-            for position, (keys, arguments) in enumerate(calls):
+        tails = [(len(keys), *keys, *arguments) for keys, arguments in calls]
+        async with self._bounded("script"):
+            answers = await self._scripts.ask([("EVALSHA", script.digest, *tail) for tail in tails])
+            for position, tail in enumerate(tails):
                 if isinstance(answers[position], NoScriptError):
-                    tail = (len(keys), *keys, *arguments)
-                    answers[position] = await self._client.execute_command("EVAL", script.source, *tail)
-                elif isinstance(answers[position], Exception):
+                    (answers[position],) = await self._scripts.ask([("EVAL", script.source, *tail)])
+                if isinstance(answers[position], Exception):
                     raise answers[position]
             return answers
 
@@ -161,7 +148,7 @@ def _options(timeout_s: float) -> dict[str, Any]:
         "socket_timeout": None,  # a task and two timers for each command; `_bounded` has one for all of them
         "socket_connect_timeout": timeout_s,
         "health_check_interval": _HEALTH_CHECK_S,
-        "max_connections": _MAX_CONNECTIONS,
+        "max_connections": _MAX_CONNECTIONS + ScriptConnections.MAX_KEPT,
         "retry": retry,
     }
 

@@ -44,12 +44,14 @@ def peer_reports(end: CountingEnd) -> tuple[PeerCounts, ...]:
 
 async def measure_link(sender: BlockSender, probe: ProbeLink) -> LinkReport:
     """Do what a probe asks for; what is wrong is in the report."""
-    peer = PeerAddress(probe.decode_endpoint, probe.decode_node_id, probe.decode_incarnation)
     try:
+        peer = PeerAddress(probe.decode_endpoint, probe.decode_node_id, probe.decode_incarnation)
         found = await sender.probe(peer, min(probe.size_bytes, MAX_PROBE_TOTAL_BYTES), probe.timeout_s)
     except TransferError as error:
         field = error.field if isinstance(error, LayoutMismatch) else _FIELDS.get(error.code)
         return LinkReport(probe.probe_id, error.code, error.message, field)
+    except ValueError as error:
+        return LinkReport(probe.probe_id, FailureCode.PROTOCOL, str(error), None)
     return LinkReport(
         probe.probe_id,
         None,

@@ -30,7 +30,7 @@ async def run_decode_node(config: DecodeNodeConfig) -> int:
     loaded = await asyncio.to_thread(Engine.load, config.engine)
     return_freed_memory()
     async with (
-        EngineThread.start(loaded, config.engine.core_share_file) as engine,
+        EngineThread.start(loaded, config.engine.core_share_file, config.engine.tpot_target_s) as engine,
         node_resources(node) as resources,
         KVEventFeed.open(resources.context, node.kv_events, engine) as events,
         SpanLog.open(node.node_id, node.transfer_spans_file) as spans,

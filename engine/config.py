@@ -30,7 +30,7 @@ class EngineConfig:
 
     model_dir: Path
     dtype: str = "float32"  # of the weights
-    kv_cache_dtype: str = "auto"  # that of the computation
+    kv_cache_dtype: str = "auto"  # that of the computation; beside int8 weights bfloat16
     device: str = "auto"  # cpu, cuda, cuda:N; auto: a GPU where torch sees one and triton is installed
     model_impl: str = "auto"  # pdserve's own decoder where there is one for the model type, else transformers' code
     block_size: int = 16
@@ -94,8 +94,16 @@ class EngineConfig:
 
     @property
     def resolved_kv_dtype(self) -> str:
-        """What keys and values are held in."""
-        return self.compute_dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        """What keys and values are held in: half the bytes cost int8 weights, which are rougher, no accuracy."""
+        if self.kv_cache_dtype != "auto":
+            return self.kv_cache_dtype
+        is_cpu = self.device in ("cpu", "auto")  # auto that is no GPU; a GPU computes in bfloat16 as it is
+        return "bfloat16" if self.dtype == "int8" and is_cpu else self.compute_dtype
+
+    @property
+    def tpot_target_s(self) -> float | None:
+        """In what time running streams are to get a token."""
+        return None if self.tpot_target_ms is None else self.tpot_target_ms / 1000
 
     def scheduling(self, max_model_len: int) -> SchedulerConfig:
         """Return what the scheduler is told, for a model that takes `max_model_len` tokens."""
@@ -106,7 +114,7 @@ class EngineConfig:
             enable_prefix_cache=self.enable_prefix_cache,
             policy=SchedulingPolicy(self.scheduling_policy),
             short_prompt_share=self.short_prompt_share,
-            tpot_target_s=None if self.tpot_target_ms is None else self.tpot_target_ms / 1000,
+            tpot_target_s=self.tpot_target_s,
             growth_reserve=self.growth_reserve,
             max_waiting_s=self.max_waiting_s,
         )

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
+from pdserve.engine.available_cores import num_available_cores
 from pdserve.engine.errors import ModelError
 from pdserve.kernels.cpu import CpuKernels
 
@@ -44,13 +45,18 @@ class CoreShare:
             raise ModelError(f"core_share_file {path}: {error}") from error
         memory[place] = _IDLE
         if (kernels := CpuKernels.load(num_threads=1)) is not None:  # of all of this process: they have one pool
-            kernels.share_cores(file.fileno(), SIZE_BYTES, len(os.sched_getaffinity(0)))
+            kernels.share_cores(file.fileno(), SIZE_BYTES, num_available_cores())
         return cls(file, memory, place)
 
     @property
     def num_busy(self) -> int:
         """How many processes compute now."""
         return sum(self._memory[:])
+
+    @property
+    def is_wanted_by_others(self) -> bool:
+        """Whether another process computes now."""
+        return self.num_busy > self._memory[self._place]
 
     def set_busy(self, is_busy: bool) -> None:
         """Say whether this process computes."""

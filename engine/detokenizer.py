@@ -4,7 +4,7 @@ A piece is held back while the next token could still change it (an unfinished c
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pdserve.engine.tokenizer import Tokenizer
 
@@ -38,8 +38,10 @@ class IncrementalDetokenizer:
             return ""
         return self._text.push(token_id)
 
-    def push_all(self, token_ids: Iterable[int]) -> str:
+    def push_all(self, token_ids: Sequence[int]) -> str:
         """Return the text that is certain with all of `token_ids`."""
+        if len(token_ids) == 1:  # a streamed token
+            return self.push(token_ids[0])
         return "".join([self.push(token_id) for token_id in token_ids])
 
     def finish(self) -> str:

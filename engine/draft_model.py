@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pdserve.engine.available_cores import num_available_cores
 from pdserve.engine.block_pool import BlockId, BlockPool
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.drafts import DraftRequest, Drafts
@@ -89,7 +90,7 @@ class DraftModelDrafter:
                 f"{draft_dir.name} cannot draft for {target_dir.name}: it knows {runner.shape.vocab_size} of "
                 f"{num_token_ids} tokens"
             )
-        answer = choose_row_sampler(config.num_threads, use_cpu_kernels=config.use_cpu_kernels)
+        answer = choose_row_sampler(config.num_threads or num_available_cores(), use_cpu_kernels=config.use_cpu_kernels)
         sampler = Sampler(
             runner.shape.vocab_size,
             num_token_ids,

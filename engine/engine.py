@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import xxhash
 from torch import Tensor
 
+from pdserve.engine.available_cores import num_available_cores
 from pdserve.engine.block_pool import BlockId, BlockPool, BlockUsage
 from pdserve.engine.block_tiers import BlockTiers, tier_limits
 from pdserve.engine.config import EngineConfig
@@ -141,7 +142,7 @@ class Engine:
         grammars = GrammarMasks(
             lambda: GrammarCompiler(Tokenizer.load(config.model_dir), eos_ids), num_token_ids, eos_ids
         )
-        answer = choose_row_sampler(config.num_threads, use_cpu_kernels=config.use_cpu_kernels)
+        answer = choose_row_sampler(config.num_threads or num_available_cores(), use_cpu_kernels=config.use_cpu_kernels)
         answer = runner.row_sampler(answer)
         sampler = Sampler(
             shape.vocab_size, num_token_ids, eos_ids, grammars, answer, edits_rows=runner.samples_on_device

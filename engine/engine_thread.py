@@ -24,6 +24,7 @@ from pdserve.engine.follower import Follower
 from pdserve.engine.layer_progress import LayerProgress, LayerWatch
 from pdserve.engine.sequence import SequenceSpec
 from pdserve.engine.step_output import StepOutput
+from pdserve.engine.step_pace import StepPace, is_steady
 from pdserve.engine.tier_moves import BlockChange
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ T = TypeVar("T")
 
 _INTEGRITY_INTERVAL_S = 5.0
 _JOIN_TIMEOUT_S = 30.0
+_LOOK_AT_OTHERS_S = 0.004  # in a pause for their sake; nothing tells when they have stopped
 
 
 class SequenceStream:
@@ -96,9 +98,10 @@ def _checked(output: StepOutput | None) -> StepOutput:
 class EngineThread:
     """Owns the thread and the streams; the engine itself is only ever touched inside the thread."""
 
-    def __init__(self, engine: Engine, core_share: CoreShare | None) -> None:
+    def __init__(self, engine: Engine, core_share: CoreShare | None, pace: StepPace) -> None:
         self._engine = engine
         self._core_share = core_share
+        self._pace = pace
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[_Command[Any] | None] = queue.SimpleQueue()
         self._streams: dict[str, SequenceStream] = {}
@@ -116,16 +119,19 @@ class EngineThread:
 
     @classmethod
     @asynccontextmanager
-    async def start(cls, engine: Engine, core_share_file: Path | None = None) -> AsyncIterator["EngineThread"]:
+    async def start(
+        cls, engine: Engine, core_share_file: Path | None = None, tpot_target_s: float | None = None
+    ) -> AsyncIterator["EngineThread"]:
         """Run `engine` until the block is left; then the thread has ended and every stream with it.
 
-        Engines of other processes with the same file divide the cores with this one while they all compute.
+        Engines of other processes with the same file divide the cores with this one while they all compute; with a
+        target, streams leave them the time that they do not need for it.
 
         Raises:
             ModelError: the file cannot be used.
         """
         core_share = None if core_share_file is None else CoreShare.open(core_share_file)
-        thread = cls(engine, core_share)
+        thread = cls(engine, core_share, StepPace(tpot_target_s))
         thread._thread.start()
         try:
             yield thread
@@ -234,7 +240,10 @@ class EngineThread:
             granted = self._engine.grant_imports()
             if granted:
                 self._loop.call_soon_threadsafe(self._deliver_grants, granted)
+            if can_step and self._pause_s() > 0:
+                continue
             self._step_started_at = time.monotonic()
+            self._pace.begin(self._step_started_at)
             self._say_busy(True)
             outputs = self._engine.step()
             self._step_started_at = None
@@ -256,9 +265,13 @@ class EngineThread:
             self._check_integrity_when_idle()
             while self._commands.empty() and self._engine.commit_ahead():
                 pass
+        timeout_s = self._engine.seconds_to_expiry() if wait else None
+        if not wait and (pause_s := self._pause_s()) > 0:
+            self._say_busy(False)
+            wait, timeout_s = True, min(pause_s, _LOOK_AT_OTHERS_S)
         while wait or not self._commands.empty():
             try:
-                command = self._commands.get(timeout=self._engine.seconds_to_expiry() if wait else None)
+                command = self._commands.get(timeout=timeout_s)
             except queue.Empty:
                 return True
             if command is None:
@@ -266,6 +279,14 @@ class EngineThread:
             command.run(self._engine)
             wait = False
         return True
+
+    def _pause_s(self) -> float:
+        """Return for how long the next step is to wait for the sake of others."""
+        left_s = self._pace.left_s(time.monotonic())
+        if not left_s or self._core_share is None or not self._core_share.is_wanted_by_others:
+            return 0.0
+        self.load = self._engine.load_now()
+        return left_s if is_steady(self.load) else 0.0
 
     def _say_busy(self, is_busy: bool) -> None:
         if self._core_share is not None:

@@ -22,15 +22,16 @@ class Follower(Generic[T]):
         """Whether it takes no more."""
         return self._ended.done()
 
-    def put(self, item: T) -> None:
-        """Give `item`, if there is still somebody who takes it. Never raises: the one that waits does."""
+    def put(self, item: T) -> bool:
+        """Give `item`; return False if nobody takes it any more. Never raises: the one that waits does."""
         if self._ended.done():
-            return
+            return False
         try:
             if self._take(item):
                 self._ended.set_result(None)
         except Exception as error:
             self.fail(error)
+        return True
 
     def fail(self, error: Exception) -> None:
         """End it: `wait` raises `error`."""

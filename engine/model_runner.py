@@ -1,7 +1,6 @@
 """Weights, device and KV cache: runs one batch. Knows no requests."""
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pdserve.engine.available_cores import num_available_cores
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import DeviceMemory, Place, block_memory
 from pdserve.engine.errors import ModelError
@@ -67,7 +67,7 @@ class ModelRunner:
             ModelError: the model is not supported, damaged, or its blocks do not fit the memory given.
         """
         place = Place.of(config.device)
-        num_threads = config.num_threads or len(os.sched_getaffinity(0))
+        num_threads = config.num_threads or num_available_cores()
         operations = choose_operations(
             config.dtype,
             num_threads,
@@ -213,7 +213,7 @@ def _load_decoder(
     on_progress: Callable[[int, int], None] | None,
 ) -> Decoder | TransformersDecoder:
     dtype: torch.dtype = getattr(torch, config.compute_dtype)
-    num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    num_threads = config.num_threads or num_available_cores()
     if not has_own_decoder(config.model_impl, model_dir.config):
         if config.dtype == "int8":
             raise ModelError(f"int8 weights need pdserve's own decoder, which {model_dir.name} does not run through")

@@ -176,7 +176,21 @@ class SamplingParams:
     def branch(self, index: int, **changes: Any) -> "SamplingParams":
         """Return the sampling of branch `index` by itself, and `changes`; ranked branches have logprobs."""
         logprobs = 0 if self.is_ranked and self.logprobs is None else self.logprobs
-        return replace(self, n=1, best_of=None, seed=branch_seed(self.seed, index), logprobs=logprobs, **changes)
+        wanted = {"n": 1, "best_of": None, "seed": branch_seed(self.seed, index), "logprobs": logprobs, **changes}
+        changed = {name: value for name, value in wanted.items() if getattr(self, name) != value}
+        return replace(self, **changed) if changed else self  # as a request of one choice and one prompt has it
+
+    def dispatched(self, seed: int) -> "SamplingParams":
+        """Return what nodes are told, who know no text: with a seed, and without stop strings.
+
+        Nothing that was checked can become wrong by that, so nothing is checked again.
+        """
+        copied: SamplingParams = object.__new__(SamplingParams)
+        for name in SamplingParams.__slots__:
+            object.__setattr__(copied, name, getattr(self, name))
+        object.__setattr__(copied, "seed", seed)
+        object.__setattr__(copied, "stop", ())
+        return copied
 
     @property
     def is_greedy(self) -> bool:

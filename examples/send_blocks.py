@@ -47,4 +47,6 @@ async def main(endpoint: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("give the address that receive_blocks.py prints, tcp://127.0.0.1:PORT")
     asyncio.run(main(sys.argv[1]))

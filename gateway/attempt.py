@@ -22,6 +22,7 @@ class Attempt:
     def __init__(self, pool: NodePool, plan: RoutePlan, inbox: AttemptInbox) -> None:
         self._pool = pool
         self._num_stages_reached = 0
+        self.is_decoding = False  # the last stage is reached; asked for every token
         self._is_open = True
         self.plan = plan
         self.nodes = plan.nodes
@@ -56,16 +57,17 @@ class Attempt:
 
     def reach(self, stage: RequestStatus) -> bool:
         """Note that `stage` is reached; False if that is no news (reports overtake each other)."""
-        if self._num_stages_reached == _NUM_STAGES or self.has_reached(stage):
+        if self.is_decoding or self.has_reached(stage):
             return False
         self._num_stages_reached = _STAGES.index(stage) + 1
+        self.is_decoding = self._num_stages_reached == _NUM_STAGES
         return True
 
     def finish(self) -> None:
         """Close after the last token. The nodes have freed what they held, except that a decode node which
         has not taken the sequence over may not have heard of the end yet.
         """
-        is_handed_over = self.plan.prefill is None or self.has_reached(RequestStatus.DECODING)
+        is_handed_over = self.plan.prefill is None or self.is_decoding
         self._close(() if is_handed_over else (self.decode_key,), "finished")
 
     def cancel(self, reason: str) -> None:

@@ -42,9 +42,9 @@ class AttemptInbox:
 
     def put(self, event: AttemptEvent) -> None:
         """Give `event` to whoever hears, or keep it; room is kept for the loss of each node."""
-        if self._reader is not None and not self._reader.has_ended:
-            self._reader.put(event)
-        elif len(self._events) >= self._capacity and not isinstance(event.message, NodeLost):
+        if self._reader is not None and self._reader.put(event):
+            return
+        if len(self._events) >= self._capacity and not isinstance(event.message, NodeLost):
             self._has_overflowed = True
         elif len(self._events) < self._capacity + len(self.nodes):
             self._events.append(event)

@@ -58,7 +58,7 @@ async def plan_chat(body: ChatBody, deps: GatewayDeps) -> GenerationPlan:
     await deps.grammars.check(form)
     max_model_len = deps.required_max_model_len()
     kept = prompt_limit(body, max_model_len, max_tokens)
-    prompt = await deps.encoder.encode(text, "messages", max_model_len, add_special_tokens=False, num_kept=kept)
+    prompt = await deps.encoder.encode(text, "messages", max_model_len, bool(body.add_special_tokens), kept)
     if not prompt:
         raise InvalidRequest("messages", "the chat template makes an empty prompt of them")
     check_prompt_logprobs((prompt,), n, sampling.prompt_logprobs, "prompt_logprobs")

@@ -11,7 +11,7 @@ from pdserve.control.messages import FinishReason, TokenLogprobs
 from pdserve.engine.detokenizer import IncrementalDetokenizer
 from pdserve.engine.stop_strings import StopChecker
 from pdserve.engine.tokenizer import Tokenizer
-from pdserve.gateway.answer_part import AnswerPart, merged_parts
+from pdserve.gateway.answer_part import AnswerPart, Said, merged_parts
 from pdserve.gateway.answer_reader import AnswerReader
 from pdserve.gateway.generation import GenerationEvent
 from pdserve.gateway.generation_plan import GenerationPlan
@@ -57,6 +57,14 @@ class ChoiceText:
         self._has_stops = bool(plan.sampling.stop)
         self._stop_ids = frozenset(plan.sampling.stop_token_ids)
         self._reader = AnswerReader(plan.reading)
+        # Nobody looks at single tokens, and all text is the answer: as most requests are.
+        self._is_only_text = not (
+            self._has_stops
+            or plan.sampling.logprobs is not None
+            or plan.reply.return_token_ids
+            or plan.reading.calls is not None
+            or plan.reading.has_thoughts
+        )
         self._parts: list[AnswerPart] = []
         self._has_begun = False
         self._prompt_tokens: tuple[ShownToken, ...] = ()
@@ -73,6 +81,8 @@ class ChoiceText:
 
     def push(self, event: GenerationEvent) -> ChoicePiece | None:
         """Return the piece that `event` completes, None while all of it is held back."""
+        if self._is_only_text and self._has_begun and event.finish_reason is None and event.logprobs is None:
+            return self._text_piece(event.token_ids)
         text = "" if self._has_begun else self._begin(event)
         is_stop = event.finish_reason is FinishReason.STOP
         last = len(event.token_ids) - 1
@@ -87,6 +97,13 @@ class ChoiceText:
         if event.finish_reason is None and not self.is_stopped:
             return self._piece(text, None, None) if text else None
         return self._last_piece(text, event)
+
+    def _text_piece(self, token_ids: tuple[int, ...]) -> ChoicePiece | None:
+        self._num_tokens += len(token_ids)
+        text = self._detokenizer.push_all(token_ids)
+        if not text:
+            return None
+        return ChoicePiece(self.index, text, (), self._num_tokens, None, parts=(Said(text),))
 
     def _last_piece(self, text: str, event: GenerationEvent) -> ChoicePiece:
         """Return the piece that ends the choice: `text` and what was held back behind it."""

@@ -16,7 +16,8 @@ class HttpConfig:
     lists.
 
     `max_body_bytes` bounds what is read of a body, `max_choices` prompts times n, `slow_client_timeout_s`
-    how long a client may leave its stream unread.
+    how long a client may leave its stream unread, `read_timeout_s` how long it may take to send the head of a
+    request, and as long again its body.
     """
 
     model_names: tuple[str, ...]
@@ -36,6 +37,7 @@ class HttpConfig:
     request_timeout_s: float = 600.0
     keep_alive_s: float = 10.0
     slow_client_timeout_s: float = 30.0
+    read_timeout_s: float = 60.0
     drain_s: float = 2.0
     response_ttl_s: float = 3600.0
 

@@ -5,7 +5,8 @@ from aiohttp import hdrs, web
 from pdserve.gateway.deps import DEPS
 from pdserve.gateway.middlewares import Handler
 
-_EXPOSED = "X-Request-Id, Retry-After, x-pdserve-route, x-pdserve-warning"
+_LIMITS = ", ".join(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining"))
+_EXPOSED = f"X-Request-Id, request-id, Retry-After, x-pdserve-route, x-pdserve-warning, {_LIMITS}"
 _MAX_AGE_S = "600"
 
 
@@ -16,7 +17,7 @@ async def answer_preflight(request: web.Request, handler: Handler) -> web.Stream
     if not is_preflight or _allowed_origin(request) is None:
         return await handler(request)
     headers = {
-        hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST",
+        hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST, DELETE",
         hdrs.ACCESS_CONTROL_MAX_AGE: _MAX_AGE_S,
     }
     if asked := request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS):

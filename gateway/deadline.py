@@ -16,6 +16,7 @@ class MovingDeadline:
         self._loop: asyncio.AbstractEventLoop | None = None  # kept, as asking for it is a call of the system
         self._due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._fires_at = 0.0
 
     def set(self, timeout_s: float) -> None:
         """Let it pass `timeout_s` from now, unless it is set again or cleared before."""
@@ -23,11 +24,11 @@ class MovingDeadline:
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
         due = self._due = loop.time() + timeout_s
-        if self._timer is not None and self._timer.when() > due:
+        if self._timer is not None and self._fires_at > due:
             self._timer.cancel()
             self._timer = None
         if self._timer is None:
-            self._timer = loop.call_at(due, self._fire)
+            self._start(loop, due)
 
     def clear(self) -> None:
         """Let nothing pass; the timer stays for the next `set`."""
@@ -45,7 +46,11 @@ class MovingDeadline:
         if self._due is None or self._loop is None:
             return
         if self._loop.time() < self._due:
-            self._timer = self._loop.call_at(self._due, self._fire)
+            self._start(self._loop, self._due)
             return
         self._due = None
         self._passed()
+
+    def _start(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        self._timer = loop.call_at(due, self._fire)
+        self._fires_at = due

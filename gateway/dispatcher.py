@@ -152,7 +152,9 @@ class Dispatcher:
         sampling = request.sampling
         max_tokens = output_limit(request, views)
         seed = secrets.randbits(_SEED_BITS) if sampling.seed is None else sampling.seed
-        return replace(request, sampling=replace(sampling, max_tokens=max_tokens, seed=seed, stop=()))
+        if sampling.max_tokens is None:
+            sampling = replace(sampling, max_tokens=max_tokens)
+        return replace(request, sampling=sampling.dispatched(seed))
 
     async def _create_record(self, request: GenerationRequest) -> None:
         try:

@@ -3,10 +3,12 @@
 import asyncio
 import logging
 import os
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
+import orjson
 from aiohttp import hdrs, web
 from aiohttp.http_exceptions import LineTooLong
 
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_S = 1.0
 _BACKLOG = 1024
+_IDLE_S = 620.0  # between requests: longer than the proxies and load balancers that keep connections for 600 s
 
 
 @asynccontextmanager
@@ -38,7 +41,7 @@ async def listening(app: web.Application, config: HttpConfig, handler_cancellati
     assert handlers is not None
 
     def connected() -> web.RequestHandler:
-        return _Connection(handlers, loop=loop, access_log=None)  # type: ignore[arg-type]  # None is none, as in aiohttp's own runner
+        return _Connection(handlers, loop, config.read_timeout_s)
 
     try:
         try:
@@ -80,16 +83,82 @@ async def check_expectation(request: web.Request) -> web.Response | None:
     """Tell a client that waits before it sends its body to go on; refuse any other expectation."""
     if request.headers[hdrs.EXPECT].lower() != "100-continue":
         message = "the only expectation that this server can meet is 100-continue"
-        return ErrorReply(HTTPStatus.EXPECTATION_FAILED, message, code="expectation_failed").response()
+        return _labelled(ErrorReply(HTTPStatus.EXPECTATION_FAILED, message, code="expectation_failed"))
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # the reply itself has not begun
     return None
 
 
-class _Connection(web.RequestHandler):
-    """aiohttp's protocol, with its own refusals in the same envelope as all others."""
+def _as_bytes(reply: ErrorReply) -> bytes:
+    """Return a last response that needs no request."""
+    body = orjson.dumps(reply.body())
+    status = HTTPStatus(reply.status)
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json; charset=utf-8\r\n"
+        f"Content-Length: {len(body)}\r\nX-Request-Id: {uuid.uuid4().hex}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
 
-    __slots__ = ()
+
+class _Connection(web.RequestHandler):
+    """aiohttp's protocol, with its own refusals in the same envelope as all others.
+
+    A head must be there `head_timeout_s` after the connection, and later after the first bytes of it. Bodies are left
+    as they came: what is decoded here would be decoded in the event loop, whatever it grows to.
+    """
+
+    __slots__ = ("_has_begun", "_head_timeout_s", "_head_timer")
+
+    def __init__(self, manager: web.Server, loop: asyncio.AbstractEventLoop, head_timeout_s: float) -> None:
+        super().__init__(
+            manager,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]  # None is none, as in aiohttp's own runner
+            auto_decompress=False,
+            keepalive_timeout=_IDLE_S,
+        )
+        self._head_timeout_s = head_timeout_s
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._has_begun = False  # some bytes of the head that is waited for have come
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Wait for the first head."""
+        super().connection_made(transport)
+        self._head_timer = self._loop.call_later(self._head_timeout_s, self._give_up)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Wait no longer."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; those that begin a head are waited for to end it."""
+        waiter = self._waiter  # pending between requests: aiohttp's loop waits for the next head
+        is_head = waiter is not None and not waiter.done() and bool(data.strip())
+        super().data_received(data)
+        if waiter is None or not is_head:
+            return
+        if waiter.done():
+            self._stop_waiting()
+        elif not self._has_begun:
+            self._has_begun = True
+            if self._head_timer is None:
+                self._head_timer = self._loop.call_later(self._head_timeout_s, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        self._has_begun = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        """Close the connection; who has begun a request is told why."""
+        if self._has_begun and self.transport is not None:
+            reply = ErrorReply(
+                HTTPStatus.REQUEST_TIMEOUT, "the head of the request did not come in time", code="header_timeout"
+            )
+            self.transport.write(_as_bytes(reply))
+        self.force_close()
 
     def handle_error(
         self,
@@ -101,9 +170,16 @@ class _Connection(web.RequestHandler):
         """Return the response to what no handler was asked about, or to what escaped one; it is the last one."""
         if request.writer.output_size > 0:
             raise ConnectionError("part of another response has been sent already")
-        response = _refusal(status, exc).response()
+        response = _labelled(_refusal(status, exc))
         response.force_close()
         return response
+
+
+def _labelled(reply: ErrorReply) -> web.Response:
+    """Return the response to what no middleware sees, with a request id like every other."""
+    response = reply.response()
+    response.headers["X-Request-Id"] = uuid.uuid4().hex
+    return response
 
 
 def _refusal(status: int, error: BaseException | None) -> ErrorReply:

@@ -26,7 +26,7 @@ class LinkAttempts:
 
     def __init__(self, key: NodeKey, role: NodeRole, forget_s: float) -> None:
         self._key = key
-        self._role = role
+        self._is_prefill = role is NodeRole.PREFILL
         self._forget_s = forget_s
         self._attached: dict[str, _Attached] = {}
         self._stray_since: dict[str, float] = {}
@@ -52,7 +52,11 @@ class LinkAttempts:
         attached = self._attached.get(message.attempt_id)
         if attached is None:
             return False
-        attached.is_answered = attached.is_answered or self._is_last_word(message)
+        if not isinstance(message, TokenChunk):
+            attached.is_answered |= isinstance(message, TaskFailed)
+        elif self._is_prefill or message.finish_reason is not None:
+            # After the first token a prefill node only ships blocks, and the decode node sees whether they come.
+            attached.is_answered = True
         attached.inbox.put(AttemptEvent(self._key, message))
         return True
 
@@ -81,13 +85,3 @@ class LinkAttempts:
         strays = held - self._attached.keys()
         self._stray_since = {attempt_id: self._stray_since.get(attempt_id, now) for attempt_id in strays}
         return tuple(each for each, since in self._stray_since.items() if now - since >= self._forget_s)
-
-    def _is_last_word(self, message: TokenChunk | StageReport | TaskFailed) -> bool:
-        # After the first token a prefill node only ships blocks, and the decode node sees whether they come.
-        match message:
-            case TokenChunk():
-                return self._role is NodeRole.PREFILL or message.finish_reason is not None
-            case TaskFailed():
-                return True
-            case _:
-                return False

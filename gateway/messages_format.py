@@ -21,6 +21,7 @@ from pdserve.gateway.error_responses import ErrorReply
 from pdserve.gateway.generation_plan import GenerationPlan
 from pdserve.gateway.other_reply_types import MessageReply, MessageUsage, TextBlock, ThinkingBlock, ToolUseBlock
 from pdserve.gateway.reply_shapes import Usage
+from pdserve.gateway.route_format import asked_route
 from pdserve.gateway.running_choices import RunningChoices
 from pdserve.gateway.stream_event import StreamEvent
 
@@ -62,7 +63,7 @@ class MessagesFormat:
     def whole(self, choices: Sequence[ChoicePiece], running: RunningChoices) -> dict[str, Any]:
         piece = choices[0]
         content = [self._whole_block(part) for part in whole_parts(piece.parts)]
-        return {**self._message(content, _usage(running.usage())), **_stop(piece)}
+        return {**self._message(content, _usage(running.usage())), **_stop(piece), **asked_route(self._plan, running)}
 
     def opening(self, running: RunningChoices) -> list[StreamEvent]:
         return [_event("message_start", message=self._message([], _usage(running.usage())))]
@@ -75,7 +76,12 @@ class MessagesFormat:
         assert self._last is not None
         return [
             *self._close(),
-            _event("message_delta", delta=_stop(self._last), usage=_usage(running.usage())),
+            _event(
+                "message_delta",
+                delta=_stop(self._last),
+                usage=_usage(running.usage()),
+                **asked_route(self._plan, running),
+            ),
             _event("message_stop"),
         ]
 

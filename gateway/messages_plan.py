@@ -32,6 +32,9 @@ async def plan_messages(body: MessagesBody, deps: GatewayDeps) -> GenerationPlan
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": body.top_p,
         "top_k": body.top_k,
+        "cache_salt": body.cache_salt,
+        "priority": body.priority,
+        "return_route_info": body.return_route_info,
     }
     plan = await _plan(body, sampling, deps)
     return replace(plan, endpoint=Endpoint.MESSAGES, response_id=f"msg_{uuid.uuid4().hex}")
@@ -48,18 +51,29 @@ async def count_prompt_tokens(body: CountTokensBody, deps: GatewayDeps) -> int:
 
 async def _plan(body: CountTokensBody, sampling: Mapping[str, Any], deps: GatewayDeps) -> GenerationPlan:
     """Return the plan of the chat that `body` stands for. `thinking` is leave to think, which not every model does."""
+    if body.thinking is not None and body.thinking.type == "enabled" and body.thinking.budget_tokens is None:
+        raise InvalidRequest("thinking.budget_tokens", "is required")
     fields: dict[str, Any] = {"model": body.model, "messages": chat_messages(body), **sampling, **_output(body)}
     if body.tools:
         fields["tools"] = [_tool(tool, f"tools.{index}") for index, tool in enumerate(body.tools)]
-        if body.tool_choice is not None:
-            fields |= _tool_choice(body.tool_choice)
+    if body.tool_choice is not None:
+        fields |= _tool_choice(body.tool_choice)
     try:
         chat = validated(ChatBody, fields)
         warning_header(chat.model_extra or {}, deps.config)  # a translated field that is not supported is refused here
         return await plan_chat(chat, deps)
     except InvalidRequest as error:
-        own = error.field.replace("response_format.json_schema", _format_field(body))
-        raise type(error)(own.replace("reasoning_effort", "output_config.effort"), error.message) from None
+        raise type(error)(_own_name(error.field, body), error.message) from None
+
+
+def _own_name(field: str, body: CountTokensBody) -> str:
+    """Return `field` of the chat as the client of this endpoint knows it."""
+    own = field.replace("response_format.json_schema", _format_field(body)).replace(
+        "reasoning_effort", "output_config.effort"
+    )
+    if own.startswith("tools."):
+        return own.replace(".function.parameters", ".input_schema").replace(".function.", ".")
+    return "stop_sequences" + own.removeprefix("stop") if own.split(".")[0] == "stop" else own
 
 
 def _format_field(body: CountTokensBody) -> str:
@@ -155,6 +169,8 @@ def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{field}.input_schema", "must be a JSON schema")
+    if not isinstance(tool.get("description"), str | None):
+        raise InvalidRequest(f"{field}.description", "must be a string")
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
     return {"type": "function", "function": function}
 
@@ -162,7 +178,10 @@ def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
 def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     kind = choice.get("type")
     fields: dict[str, Any] = {}
-    if choice.get("disable_parallel_tool_use"):
+    is_single = choice.get("disable_parallel_tool_use")
+    if not isinstance(is_single, bool | None):
+        raise InvalidRequest("tool_choice.disable_parallel_tool_use", "must be true or false")
+    if is_single:
         fields["parallel_tool_calls"] = False
     if kind == "tool":
         return {**fields, "tool_choice": {"type": "function", "function": {"name": choice.get("name")}}}

@@ -1,10 +1,23 @@
 """The body of POST /v1/messages, as Anthropic's clients send it."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from pdserve.gateway.schemas import LabelledBody, StrictBody, WholeNumber
+
+
+class Metadata(StrictBody):
+    """Who asks; without a meaning here."""
+
+    user_id: str | None = None
+
+
+class Thinking(StrictBody):
+    """Leave to think; the budget is not kept."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
 
 
 class CountTokensBody(StrictBody):
@@ -15,7 +28,7 @@ class CountTokensBody(StrictBody):
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
+    thinking: Thinking | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
 
@@ -29,5 +42,4 @@ class MessagesBody(CountTokensBody, LabelledBody):
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: float | None = None
     top_k: WholeNumber | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
+    metadata: Metadata | None = None

@@ -69,8 +69,8 @@ class GatewayMetrics:
         self._success = Counter("vllm:request_success", "Choices that finished", ["finished_reason"], registry=registry)
         self._ttft = _histogram("time_to_first_token", "Time to first token", _TTFT_BUCKETS, registry)
         self._queue = _histogram("request_queue_time", "Time in a node before computation", _TTFT_BUCKETS, registry)
-        self._inter_token = TokenTimes("vllm:inter_token_latency_seconds", "Time between tokens", _INTER_TOKEN_BUCKETS)
-        registry.register(self._inter_token)
+        self.token_times = TokenTimes("vllm:inter_token_latency_seconds", "Time between tokens", _INTER_TOKEN_BUCKETS)
+        registry.register(self.token_times)
         self._e2e = _histogram("e2e_request_latency", "Time to the whole answer", _E2E_BUCKETS, registry)
         for endpoint in Endpoint:
             for outcome in Outcome:
@@ -98,10 +98,6 @@ class GatewayMetrics:
         finally:
             self._open.dec()
             self._requests.labels(endpoint, outcome).inc()
-
-    def tokens_followed(self, gap_s: float, num_tokens: int) -> None:
-        """Count `num_tokens` that came together, `gap_s` after the token before."""
-        self._inter_token.observe(gap_s / num_tokens, num_tokens)
 
     def choice_finished(self, finish_reason: str) -> None:
         """Count a choice that got its finish reason."""

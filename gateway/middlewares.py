@@ -33,6 +33,8 @@ async def show_request_id(request: web.Request, response: web.StreamResponse) ->
     """Put the request id on every response, streams and errors included, and count the response."""
     if (request_id := request.get(REQUEST_ID)) is not None:
         response.headers["X-Request-Id"] = request_id
+        if request.path.startswith(ANTHROPIC_PATHS):
+            response.headers["request-id"] = request_id  # where Anthropic's clients look for it
     request.app[DEPS].metrics.responded(response.status)
 
 

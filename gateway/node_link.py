@@ -14,6 +14,7 @@ from pdserve.control.messages import (
     NodeLoad,
     Ping,
     Pong,
+    ToGateway,
     TokenBatch,
     ToNode,
 )
@@ -123,20 +124,31 @@ class NodeLink:
         return self._client.why_lost
 
     async def _receive(self) -> str:
-        while True:
-            message = await self._client.recv()
-            if isinstance(message, TokenBatch):
-                num_strays = sum([not self._attempts.deliver(chunk) for chunk in message.chunks])
-                if num_strays:
-                    logger.debug("%s says %d chunks of closed attempts", self.info.node_id, num_strays)
-            elif isinstance(message, Pong):
-                if message.info.incarnation != self.info.incarnation:
-                    return f"incarnation {message.info.incarnation} answers in its place"
-                self._take_pong(message)
-            elif isinstance(message, LinkReport):
-                logger.debug("%s reports of a link that this gateway never asked about", self.info.node_id)
-            elif not self._attempts.deliver(message):
-                logger.debug("%s says %s of a closed attempt", self.info.node_id, type(message).__name__)
+        incarnation = self.info.incarnation
+
+        def take(message: ToGateway) -> bool:
+            nonlocal incarnation
+            if isinstance(message, Pong) and message.info.incarnation != incarnation:
+                incarnation = message.info.incarnation
+                return True
+            self._take(message)
+            return False
+
+        await self._client.follow(take)
+        return f"incarnation {incarnation} answers in its place"
+
+    def _take(self, message: ToGateway) -> None:
+        if isinstance(message, TokenBatch):
+            deliver = self._attempts.deliver
+            num_strays = sum([not deliver(chunk) for chunk in message.chunks])
+            if num_strays:
+                logger.debug("%s says %d chunks of closed attempts", self.info.node_id, num_strays)
+        elif isinstance(message, Pong):
+            self._take_pong(message)
+        elif isinstance(message, LinkReport):
+            logger.debug("%s reports of a link that this gateway never asked about", self.info.node_id)
+        elif not self._attempts.deliver(message):
+            logger.debug("%s says %s of a closed attempt", self.info.node_id, type(message).__name__)
 
     def _take_pong(self, pong: Pong) -> None:
         self.load = pong.load

@@ -8,7 +8,7 @@ from typing import (
 
 from typing_extensions import TypedDict
 
-from pdserve.gateway.reply_types import CachedTokens, ReasoningTokens, TokenWithTop
+from pdserve.gateway.reply_types import CachedTokens, ReasoningTokens, RouteReply, TokenWithTop
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -58,6 +58,7 @@ class MessageReply(TypedDict):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: MessageUsage
+    route_info: NotRequired[list[RouteReply]]
 
 
 class NamedEvent(TypedDict, extra_items=Any):  # type: ignore[call-arg]  # mypy does not know it yet
@@ -178,6 +179,7 @@ class ResponseReply(TypedDict):
     truncation: str
     usage: ResponseUsage | None
     user: str | None
+    route_info: NotRequired[list[RouteReply]]
 
 
 class DeletedResponse(TypedDict):

@@ -8,7 +8,8 @@ from pdserve.gateway.answer_part import Said
 from pdserve.gateway.choice_text import ChoicePiece
 from pdserve.gateway.error_responses import ErrorReply
 from pdserve.gateway.generation_plan import Endpoint, GenerationPlan
-from pdserve.gateway.reply_shapes import envelope, reply_shape, route_info, scored_prompt
+from pdserve.gateway.reply_shapes import envelope, reply_shape, scored_prompt
+from pdserve.gateway.route_format import asked_route
 from pdserve.gateway.running_choices import RunningChoices
 from pdserve.gateway.stream_event import END_OF_STREAM, AnyEvent, StreamEvent
 from pdserve.gateway.text_frame import TextFrame
@@ -34,7 +35,7 @@ class ReplyFormat(Protocol):
 
 
 class OpenAIFormat:
-    """Completions and chat completions: choices in envelopes, then `[DONE]`; no `[DONE]` after a failure."""
+    """Completions and chat completions: choices in envelopes, or an error, then `[DONE]`."""
 
     def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer) -> None:
         self._plan = plan
@@ -50,17 +51,17 @@ class OpenAIFormat:
         body["usage"] = running.usage().body()
         if self._plan.endpoint is Endpoint.CHAT:
             body |= scored_prompt(self._plan, choices[0], self._tokenizer)
-        if self._plan.reply.return_route_info:
-            body["route_info"] = route_info(running.stats())
-        return body
+        return body | asked_route(self._plan, running)
 
     def opening(self, running: RunningChoices) -> Sequence[AnyEvent]:
         return ()
 
     def events(self, piece: ChoicePiece, running: RunningChoices) -> Sequence[AnyEvent]:
         frame = self._frames.get(piece.index)
-        if frame is not None and self._is_framed and (text := _only_text(piece)) is not None:
-            return (frame.around(text),)
+        if frame is not None and self._is_framed and piece.finish_reason is None and len(piece.parts) == 1:
+            (part,) = piece.parts
+            if isinstance(part, Said) and not piece.prompt_tokens:
+                return (frame.around(part.text),)
         events = self._chunks(piece, running, is_first=frame is None)
         if frame is None:
             place = ChoicePiece(piece.index, TextFrame.PLACE, (), 0, None, parts=(Said(TextFrame.PLACE),))
@@ -80,18 +81,9 @@ class OpenAIFormat:
         last = envelope(self._plan, self._shape.chunk_name, ())
         if self._plan.reply.include_usage:
             last["usage"] = running.usage().body()
-        if self._plan.reply.return_route_info:
-            last["route_info"] = route_info(running.stats())
+        last |= asked_route(self._plan, running)
         has_last = self._plan.reply.include_usage or self._plan.reply.return_route_info
         return [*([StreamEvent(last)] if has_last else []), END_OF_STREAM]
 
-    def failure(self, reply: ErrorReply) -> list[StreamEvent]:
-        return [StreamEvent(reply.body())]
-
-
-def _only_text(piece: ChoicePiece) -> str | None:
-    """Return the text of a piece that tells nothing else."""
-    if piece.finish_reason is None and not piece.prompt_tokens and len(piece.parts) == 1:
-        part = piece.parts[0]
-        return part.text if isinstance(part, Said) else None
-    return None
+    def failure(self, reply: ErrorReply) -> Sequence[AnyEvent]:
+        return [StreamEvent(reply.body()), END_OF_STREAM]

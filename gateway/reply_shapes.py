@@ -10,7 +10,6 @@ from pdserve.gateway.answer_part import AnswerContent, AnswerPart, CallArguments
 from pdserve.gateway.answer_reader import NamedCall
 from pdserve.gateway.call_ids import call_id
 from pdserve.gateway.choice_text import ChoicePiece
-from pdserve.gateway.generation import GenerationStats
 from pdserve.gateway.generation_plan import Endpoint, GenerationPlan
 from pdserve.gateway.logprob_format import chat_logprobs, completion_logprobs, prompt_logprobs
 from pdserve.gateway.reply_types import ChatLogprobsReply, UsageReply
@@ -67,26 +66,6 @@ def envelope(plan: GenerationPlan, object_name: str, choices: Sequence[dict[str,
         "model": plan.model,
         "choices": list(choices),
     }
-
-
-def route_info(stats: Sequence[GenerationStats]) -> list[dict[str, Any]]:
-    """Return how each choice was made: nodes, attempts, cached tokens, and milliseconds from its admission."""
-    return [
-        {
-            "index": index,
-            "route": choice.route,
-            "prefill_node_id": choice.prefill_node_id,
-            "decode_node_id": choice.decode_node_id,
-            "num_attempts": choice.num_attempts,
-            "cached_tokens": choice.num_cached_tokens,
-            "seed": choice.seed,
-            "stages_ms": {
-                name.removesuffix("_ms"): None if value is None else round(value, 3)
-                for name, value in choice.timings._asdict().items()
-            },
-        }
-        for index, choice in enumerate(stats)
-    ]
 
 
 def merged(pieces: Sequence[ChoicePiece]) -> ChoicePiece:

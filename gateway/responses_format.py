@@ -18,6 +18,7 @@ from pdserve.gateway.other_reply_types import ResponseUsage
 from pdserve.gateway.reply_shapes import Usage
 from pdserve.gateway.responses_items import Event, ResponseItems
 from pdserve.gateway.responses_schema import ResponsesBody
+from pdserve.gateway.route_format import asked_route
 from pdserve.gateway.running_choices import RunningChoices
 from pdserve.gateway.stream_event import StreamEvent
 
@@ -47,7 +48,7 @@ class ResponsesFormat:
 
     def whole(self, choices: Sequence[ChoicePiece], running: RunningChoices) -> dict[str, Any]:
         self._tell(choices[0])
-        return self._finish(running.usage())[1]
+        return self._finish(running)[1]
 
     def opening(self, running: RunningChoices) -> list[StreamEvent]:
         return [
@@ -59,7 +60,7 @@ class ResponsesFormat:
         return [self._event(name, **fields) for name, fields in self._tell(piece)]
 
     def closing(self, running: RunningChoices) -> list[StreamEvent]:
-        events, response = self._finish(running.usage())
+        events, response = self._finish(running)
         return [
             *(self._event(name, **fields) for name, fields in events),
             self._event(f"response.{response['status']}", response=response),
@@ -111,7 +112,7 @@ class ResponsesFormat:
             self._items.add_logprobs(chat_logprobs(piece.tokens, self._tokenizer)["content"])
         return [event for part in piece.parts for event in self._items.push(part)]
 
-    def _finish(self, usage: Usage) -> tuple[list[Event], dict[str, Any]]:
+    def _finish(self, running: RunningChoices) -> tuple[list[Event], dict[str, Any]]:
         assert self._last is not None
         is_cut = self._last.finish_reason is FinishReason.LENGTH
         status = "incomplete" if is_cut else "completed"
@@ -120,7 +121,8 @@ class ResponsesFormat:
             **self.shown(status),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._items.finished,
-            "usage": _usage(usage),
+            "usage": _usage(running.usage()),
+            **asked_route(self._plan, running),
         }
         self.final = StoredResponse(response, [*self._plan.conversation, self._answer()])
         return events, response

@@ -23,7 +23,19 @@ _OWN_NAMES = {  # the longer ones first
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
 }
-_LOGPROBS = "message.output_text.logprobs"  # a value of `include`
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = frozenset(  # OpenAI's; what tools of a server would add is never there
+    {
+        _LOGPROBS,
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 
 
 async def plan_response(body: ResponsesBody, deps: GatewayDeps) -> GenerationPlan:
@@ -42,6 +54,9 @@ async def plan_response(body: ResponsesBody, deps: GatewayDeps) -> GenerationPla
         "top_k": body.top_k,
         "seed": body.seed,
         "stream": body.stream,
+        "cache_salt": body.cache_salt,
+        "priority": body.priority,
+        "return_route_info": body.return_route_info,
         **({"logprobs": True, "top_logprobs": body.top_logprobs} if has_logprobs else {}),
     }
     conversation, plan = await _plan(body, sampling, deps)
@@ -67,6 +82,10 @@ async def _plan(
     """Return the conversation without the instructions, and the plan of the chat that `body` stands for."""
     if body.truncation not in (None, "disabled", "auto"):
         raise InvalidRequest("truncation", "must be disabled or auto")
+    if not isinstance((body.reasoning or {}).get("summary"), str | None):
+        raise InvalidRequest("reasoning.summary", "must be a string")
+    if not isinstance((body.text or {}).get("verbosity"), str | None):
+        raise InvalidRequest("text.verbosity", "must be a string")
     conversation = [*await _previous_messages(body, deps), *input_messages(body.input)]
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields: dict[str, Any] = {
@@ -91,14 +110,21 @@ def _under_its_own_name(error: InvalidRequest) -> InvalidRequest:
     for of_chat, own in _OWN_NAMES.items():
         if error.field == of_chat or error.field.startswith(f"{of_chat}."):
             return type(error)(own + error.field.removeprefix(of_chat), error.message)
+    if error.field.startswith("tools."):  # a function lies one level higher here
+        return type(error)(error.field.replace(".function.", "."), error.message)
     return error
 
 
 def _check_modes(body: ResponsesBody) -> None:
+    if unknown := set(body.include or ()) - _INCLUDABLE:
+        shown = ", ".join(sorted(_INCLUDABLE))
+        raise InvalidRequest("include", f"{len(unknown)} of its values are unknown; known are {shown}")
     if body.background and body.store is False:
         raise InvalidRequest("background", "needs store, as the answer is fetched later")
     if body.background and body.stream:
         raise InvalidRequest("background", "cannot be combined with stream; fetch the answer when it is done")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options", "needs stream to be true")
 
 
 async def _previous_messages(body: InputTokensBody, deps: GatewayDeps) -> list[dict[str, Any]]:
@@ -128,10 +154,8 @@ def _form(text: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _tools(body: InputTokensBody) -> dict[str, Any]:
     """Return tools as a chat has them, the function one level deeper."""
-    if not body.tools:
-        return {}
     tools = []
-    for index, tool in enumerate(body.tools):
+    for index, tool in enumerate(body.tools or ()):
         if tool.get("type") != "function":
             raise InvalidRequest(f"tools.{index}.type", "only functions that the client runs itself are supported")
         tools.append({"type": "function", "function": {name: tool[name] for name in tool if name != "type"}})

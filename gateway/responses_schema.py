@@ -4,10 +4,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from pdserve.gateway.schemas import LabelledBody, WholeNumber
+from pdserve.gateway.schemas import OpenAIBody, StreamOptions, WholeNumber
 
 
-class InputTokensBody(LabelledBody):
+class InputTokensBody(OpenAIBody):
     """POST /v1/responses/input_tokens: what a response would be computed from."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
@@ -29,12 +29,10 @@ class ResponsesBody(InputTokensBody):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    store: bool | None = None
+    stream_options: StreamOptions | None = None
     background: bool | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
     include: list[str] | None = None
     top_logprobs: WholeNumber | None = None
-    service_tier: str | None = None
+    max_tool_calls: Annotated[WholeNumber, Field(ge=1)] | None = None  # of tools that a server runs; there are none
     top_k: WholeNumber | None = None
     seed: WholeNumber | None = None

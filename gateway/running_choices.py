@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from pdserve.gateway.generation import Generation, GenerationEvent, GenerationSo
 from pdserve.gateway.generation_plan import GenerationPlan
 from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.gateway.reply_shapes import Usage
+from pdserve.gateway.token_times import TokenTimes
 
 
 class Show(Protocol):
@@ -71,47 +72,50 @@ class RunningChoices:
         return self._generations[0].stats.route
 
     async def _follow(self, index: int, show: Show) -> None:
-        choice = _FollowedChoice(ChoiceText(index, self._plan, self._tokenizer), self._metrics)
+        text = ChoiceText(index, self._plan, self._tokenizer)
+        choice = _FollowedChoice(text, self._metrics.token_times, self._count, show)
         generation = self._generations[index]
-
-        def take(event: GenerationEvent) -> bool:
-            piece = choice.push(event)
-            if piece is None:
-                return choice.is_over
-            self._num_tokens[index] = piece.num_tokens
-            self._num_thought_tokens[index] = piece.num_thought_tokens
-            choice.must_wait = show.show(piece)
-            return choice.must_wait or choice.is_over
-
         while not choice.is_over:
-            await generation.follow(take)
+            await generation.follow(choice.take)
             if choice.is_stopped_early:
                 await generation.finish_early(FinishReason.STOP)
             if choice.must_wait:
                 await show.caught_up()
 
+    def _count(self, piece: ChoicePiece) -> None:
+        self._num_tokens[piece.index] = piece.num_tokens
+        self._num_thought_tokens[piece.index] = piece.num_thought_tokens
+
 
 class _FollowedChoice:
     """The text of a choice and how far it is followed."""
 
-    def __init__(self, text: ChoiceText, metrics: GatewayMetrics) -> None:
+    def __init__(self, text: ChoiceText, times: TokenTimes, count: Callable[[ChoicePiece], None], show: Show) -> None:
         self._text = text
-        self._metrics = metrics
+        self._times = times
+        self._count = count
+        self._show = show
         self._last_event_s: float | None = None
         self.is_over = False
         self.is_stopped_early = False  # by a stop string, while its nodes go on
         self.must_wait = False
 
-    def push(self, event: GenerationEvent) -> ChoicePiece | None:
+    def take(self, event: GenerationEvent) -> bool:
+        """Show what `event` completes; return whether it is enough for now."""
         now_s = time.monotonic()
         if self._last_event_s is not None and event.token_ids:
-            self._metrics.tokens_followed(now_s - self._last_event_s, len(event.token_ids))
+            num_tokens = len(event.token_ids)
+            self._times.observe((now_s - self._last_event_s) / num_tokens, num_tokens)
         self._last_event_s = now_s
         piece = self._text.push(event)
-        if self._text.is_stopped or event.finish_reason is not None:
+        if event.finish_reason is not None or self._text.is_stopped:
             self.is_over = True
             self.is_stopped_early = event.finish_reason is None
-        return piece
+        if piece is None:
+            return self.is_over
+        self._count(piece)
+        self.must_wait = self._show.show(piece)
+        return self.must_wait or self.is_over
 
 
 @asynccontextmanager

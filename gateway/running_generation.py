@@ -14,7 +14,7 @@ from pdserve.control.errors import ChannelLost, MessageError
 from pdserve.control.messages import FinishReason, GenerationTask, StageReport, TaskFailed, TokenChunk
 from pdserve.control.request_state import RequestFacts, RequestProgress, RequestStatus
 from pdserve.gateway.attempt import Attempt
-from pdserve.gateway.attempt_inbox import AttemptEvent
+from pdserve.gateway.attempt_inbox import AttemptEvent, NodeLost
 from pdserve.gateway.dispatch_config import DispatchConfig
 from pdserve.gateway.errors import GenerationFailed, ProtocolViolation
 from pdserve.gateway.generation import GenerationEvent, GenerationRequest, GenerationStats, Route, StageTimings
@@ -183,8 +183,14 @@ class RunningGeneration:
         wait_s = min(remaining_s, self._context.config.gap_timeout_s) if had_gap else remaining_s
 
         def hear(event: AttemptEvent) -> bool:
-            self._hear(attempt, event)
-            return give() or self._attempt is not attempt or had_gap or self._merge.has_gap
+            message = event.message
+            if isinstance(message, TokenChunk):
+                self._take_tokens(attempt, event.node, message)
+            else:
+                self._hear(attempt, event)
+            if self._ready and give():
+                return True
+            return self._attempt is not attempt or had_gap or self._merge.has_gap
 
         try:
             await attempt.inbox.hear(wait_s, hear)
@@ -275,14 +281,12 @@ class RunningGeneration:
 
     def _hear(self, attempt: Attempt, event: AttemptEvent) -> None:
         message = event.message
-        if isinstance(message, TokenChunk):
-            self._take_tokens(attempt, event.node, message)
-        elif isinstance(message, StageReport):
+        if isinstance(message, StageReport):
             self._reach(attempt, RequestStatus(message.stage.value))
         elif isinstance(message, TaskFailed):
             is_of_all = message.code == "transfer_failed"
             self._give_up(attempt.nodes if is_of_all else (event.node,), _failure_of(message))
-        elif event.node == attempt.decode_key or not attempt.has_reached(RequestStatus.DECODING):
+        elif isinstance(message, NodeLost) and (event.node == attempt.decode_key or not attempt.is_decoding):
             # A prefill node that is lost after the hand-over takes nothing with it.
             failure = GenerationFailed("node_lost", f"node {event.node.node_id}: {message.reason}", True)
             self._give_up((event.node,), failure)
@@ -293,7 +297,8 @@ class RunningGeneration:
         if self._queue_s is None:
             self._queue_s = chunk.queue_s
         is_decoding = node == attempt.decode_key
-        self._reach(attempt, RequestStatus.DECODING if is_decoding else RequestStatus.PREFILLING)
+        if not attempt.is_decoding:
+            self._reach(attempt, RequestStatus.DECODING if is_decoding else RequestStatus.PREFILLING)
         events = self._merge.add(chunk)
         if not events:
             return

@@ -7,7 +7,7 @@ from pdserve.engine.bad_words import bad_words_ids
 from pdserve.engine.errors import InvalidRequest
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.gateway.deps import GatewayDeps
-from pdserve.gateway.schemas import GenerationBody
+from pdserve.gateway.schemas import ChatBody, GenerationBody
 from pdserve.gateway.structured_fields import AskedForm
 
 _MAX_STOP_CHARS = 1024
@@ -43,7 +43,16 @@ def sampling_params(body: GenerationBody, deps: GatewayDeps, form: AskedForm | N
         **fields,
     }
     asked = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**{"max_tokens": None, **deps.sampling_defaults.values(), **asked})
+    try:
+        return SamplingParams(**{"max_tokens": None, **deps.sampling_defaults.values(), **asked})
+    except InvalidRequest as error:
+        raise InvalidRequest(_given_name(error.field, body), error.message) from None
+
+
+def _given_name(field: str, body: GenerationBody) -> str:
+    """Return `field` as the client called it: a chat has two names for its limit."""
+    has_newer_name = isinstance(body, ChatBody) and body.max_completion_tokens is not None
+    return "max_completion_tokens" if field == "max_tokens" and has_newer_name else field
 
 
 def _priority(priority: int | None, deps: GatewayDeps) -> int | None:

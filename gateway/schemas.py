@@ -26,19 +26,35 @@ class StrictBody(BaseModel):
 
 
 class StreamOptions(StrictBody):
-    """What a stream carries beside text."""
+    """What a stream carries beside text. `include_obfuscation` pads events against eavesdroppers; nothing is padded."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class LabelledBody(StrictBody):
     """What every way to ask for text understands."""
 
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    priority: WholeNumber | None = None
+    return_route_info: bool | None = None
+    service_tier: str | None = None
 
 
-class GenerationBody(LabelledBody):
+class OpenAIBody(LabelledBody):
+    """What OpenAI keeps its books by: taken and checked, and without a meaning here."""
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class GenerationBody(OpenAIBody):
     """What both endpoints understand."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
@@ -69,15 +85,12 @@ class GenerationBody(LabelledBody):
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
     speculative: bool | None = None
-    priority: WholeNumber | None = None
     prompt_logprobs: WholeNumber | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: WholeNumber | None = None
     return_token_ids: bool | None = None
-    return_route_info: bool | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
 
 
 class TokenizeBody(StrictBody):
@@ -126,3 +139,5 @@ class ChatBody(GenerationBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    verbosity: str | None = None
+    add_special_tokens: bool | None = None

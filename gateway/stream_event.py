@@ -32,4 +32,4 @@ class EncodedEvent:
 
 
 AnyEvent = StreamEvent | EncodedEvent
-END_OF_STREAM = EncodedEvent(b"data: [DONE]\n\n")  # OpenAI's mark of a complete stream
+END_OF_STREAM = EncodedEvent(b"data: [DONE]\n\n")  # the last event of OpenAI's streams, complete or failed

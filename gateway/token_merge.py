@@ -18,7 +18,7 @@ class TokenMerge:
         self._num_prompt_logprobs = num_prompt_logprobs  # that must come with the first token; None: not asked for
         self._token_ids: list[int] = []
         self._early: list[TokenChunk] = []
-        self._is_finished = False
+        self.is_finished = False  # the last token is out
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -31,11 +31,6 @@ class TokenMerge:
         return len(self._token_ids)
 
     @property
-    def is_finished(self) -> bool:
-        """Whether the last token is out."""
-        return self._is_finished
-
-    @property
     def has_gap(self) -> bool:
         """Whether a later chunk waits for an earlier one."""
         return bool(self._early)
@@ -46,6 +41,8 @@ class TokenMerge:
         Raises:
             ProtocolViolation: it cannot belong to this output.
         """
+        if (event := self._next_token(chunk)) is not None:
+            return (event,)
         self._check(chunk)
         if not self._early and chunk.start <= len(self._token_ids):
             event = self._emit(chunk)
@@ -61,6 +58,17 @@ class TokenMerge:
     def restart(self) -> None:
         """Forget the chunks that wait: their attempt is over and the next one says them again."""
         self._early.clear()
+
+    def _next_token(self, chunk: TokenChunk) -> GenerationEvent | None:
+        """Take in one token in its turn that has nothing to be checked, as nearly all are; None for all others."""
+        start, token_ids = len(self._token_ids), chunk.token_ids
+        is_plain = chunk.logprobs is None and not self._has_logprobs and chunk.finish_reason is None
+        if not is_plain or chunk.start != start or len(token_ids) != 1 or not 0 < start < self._max_tokens:
+            return None
+        if self._early or self.is_finished:
+            return None
+        self._token_ids += token_ids
+        return GenerationEvent(start, token_ids, None, None)
 
     def _check(self, chunk: TokenChunk) -> None:
         end = chunk.start + len(chunk.token_ids)
@@ -80,7 +88,7 @@ class TokenMerge:
         return wanted is not None and (chunk.prompt_logprobs is None or len(chunk.prompt_logprobs) != wanted)
 
     def _emit(self, chunk: TokenChunk) -> GenerationEvent | None:
-        if self._is_finished:
+        if self.is_finished:
             return None
         start = self.num_tokens
         skip = start - chunk.start
@@ -88,7 +96,7 @@ class TokenMerge:
         logprobs = chunk.logprobs[skip:] if self._has_logprobs and chunk.logprobs is not None else None
         finish_reason = chunk.finish_reason if skip <= len(chunk.token_ids) else None
         self._token_ids += token_ids
-        self._is_finished = finish_reason is not None
+        self.is_finished = finish_reason is not None
         if not token_ids and finish_reason is None:
             return None
         prompt_logprobs = chunk.prompt_logprobs if start == 0 and self._num_prompt_logprobs is not None else None

@@ -73,6 +73,10 @@ def _function(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequest(f"{field}.function.name", "must have 1 to 64 letters, digits, underscores and hyphens")
+    if not isinstance(function.get("description"), str | None):
+        raise InvalidRequest(f"{field}.function.description", "must be a string")
+    if not isinstance(function.get("strict"), bool | None):
+        raise InvalidRequest(f"{field}.function.strict", "must be true or false")
     if not isinstance(function.get("parameters"), dict | None):
         raise InvalidRequest(f"{field}.function.parameters", "must be a JSON schema")
     return function

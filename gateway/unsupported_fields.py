@@ -13,14 +13,7 @@ from pdserve.gateway.config import HttpConfig
 _HARMLESS = frozenset(
     {
         "guided_decoding_backend",
-        "metadata",
         "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
         "verbosity",
     }
 )
@@ -47,14 +40,23 @@ def _is_text_only(value: object) -> bool:
 _IS_NEUTRAL: Mapping[str, Callable[[object], bool]] = {
     "audio": _is_empty,
     "best_of": _is_one,
+    "chat_template": _is_empty,
+    "container": _is_empty,
+    "context_management": _is_empty,
+    "conversation": _is_empty,
     "documents": _is_empty,
     "echo": _is_empty,
     "function_call": _is_free_tool_choice,
     "functions": _is_empty,
     "guided_whitespace_pattern": _is_empty,
     "length_penalty": _is_one,
+    "logits_processors": _is_empty,
+    "mcp_servers": _is_empty,
     "modalities": _is_text_only,
     "prediction": _is_empty,
+    "prompt": _is_empty,
+    "prompt_embeds": _is_empty,
+    "return_tokens_as_token_ids": _is_empty,
     "suffix": _is_empty,
     "tool_choice": _is_free_tool_choice,
     "tools": _is_empty,

@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.kernels.attention import AttentionSpan
-from pdserve.kernels.fused_layer import FusedLayer, GatedLayer, Step, Weight
+from pdserve.kernels.fused_layer import FusedLayer, GatedLayer, RowCache, Step, Weight
 from pdserve.kernels.packed_weight import PackedInt8Weight, PackedWeight
 from pdserve.kernels.rms_norm import rms_norm
 
 # The best first. What torch says of the processor comes first, so that ATEN_CPU_CAPABILITY rules these kernels, too.
 _BY_CAPABILITY = {"AVX512": ("avx512vnni", "avx512", "avx2", "generic"), "AVX2": ("avx2", "generic")}
-_ROW_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.int8: 2}  # of a KV cache; float32 has kernels of its own
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
@@ -41,14 +40,14 @@ class CpuKernels:
         library.pdserve_share_cores.argtypes = (_INT, _INT64, _INT)
         _declare(library.pdserve_linear, _POINTER, _INT64, *[_POINTER] * 3, *[_INT64] * 4, _INT)
         _declare(library.pdserve_int8_linear, _POINTER, _INT64, *[_POINTER] * 4, *[_INT64] * 4, _INT)
-        attention = [
+        cache: type[Any] = ctypes.POINTER(RowCache)
+        attention: list[type[Any]] = [
             _POINTER,
             _INT64,
+            cache,
             _POINTER,
-            _INT64,
             _POINTER,
-            _POINTER,
-            *[_INT64] * 5,
+            *[_INT64] * 4,
             _FLOAT,
             _FLOAT,
             _INT64,
@@ -57,13 +56,9 @@ class CpuKernels:
         _declare(library.pdserve_attention, *attention)
         _declare(library.pdserve_rms_norm, *[_POINTER] * 3, _INT64, _INT64, _FLOAT, _INT)
         _declare(library.pdserve_silu_mul, _POINTER, _POINTER, _INT64, _INT64, _INT)
-        _declare(library.pdserve_layer, _POINTER, _POINTER)
-        rope = [_POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER, _INT64, _POINTER, *[_INT64] * 5, _INT]
+        _declare(library.pdserve_layers, _POINTER, _POINTER, _INT64)
+        rope: list[type[Any]] = [_POINTER, _INT64, _POINTER, _POINTER, _INT64, cache, _POINTER, *[_INT64] * 4, _INT]
         _declare(library.pdserve_rope_store, *rope)
-        cache = [_INT, _POINTER, *[_INT64] * 4]
-        rows = [*cache, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64, _FLOAT, _FLOAT, _INT64, _INT]
-        _declare(library.pdserve_row_attention, *rows)
-        _declare(library.pdserve_store_rows, *cache, _POINTER, _INT64, _POINTER, _INT64)
         _declare(library.pdserve_sample, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _INT64, _INT)
 
     @classmethod
@@ -163,43 +158,22 @@ class CpuKernels:
         """Causal attention that reads the blocks where they lie."""
         assert query.dtype is torch.float32 and _lie_together(query) and _lie_together(kv_blocks)
         output = torch.empty(query.shape)
-        if kv_blocks.dtype is not torch.float32:
-            self._row_attention(query, kv_blocks, spans, output, (scale, soft_cap or 0.0, window or 0))
-            return output
-        _, _, num_kv_heads, block_size, head_dim = kv_blocks.shape
         self._library.pdserve_attention(
             query.data_ptr(),
             query.stride(0),
-            kv_blocks.data_ptr(),
-            kv_blocks.stride(0),
+            RowCache.of(kv_blocks),
             output.data_ptr(),
             spans.table.data_ptr(),
             spans.table.shape[0],
             query.shape[1],
-            num_kv_heads,
-            head_dim,
-            block_size,
+            kv_blocks.shape[2],
+            query.shape[2],
             scale,
             soft_cap or 0.0,
             window or 0,
             self._num_threads,
         )
         return output
-
-    def _row_attention(
-        self, query: Tensor, kv_blocks: Tensor, spans: "PackedSpans", output: Tensor, shaping: tuple[float, float, int]
-    ) -> None:
-        self._library.pdserve_row_attention(
-            *_row_cache(kv_blocks, query.shape[2]),
-            query.data_ptr(),
-            query.stride(0),
-            output.data_ptr(),
-            spans.table.data_ptr(),
-            spans.table.shape[0],
-            query.shape[1],
-            *shaping,
-            self._num_threads,
-        )
 
     def rms_norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         """y = weight * x / sqrt(mean(x^2) + eps) for each row x of rows [num_rows, size]."""
@@ -231,67 +205,60 @@ class CpuKernels:
         slot_mapping: Tensor,  # [num_tokens] int64
     ) -> Tensor:  # [num_tokens, num_heads, head_dim], a view of heads
         """Rotate queries and keys in place, write keys and values into their slots, return the queries."""
-        _, _, num_kv_heads, block_size, _ = kv_blocks.shape
-        num_heads, head_dim = heads.shape[1] - 2 * num_kv_heads, heads.shape[2]
+        num_kv_heads = kv_blocks.shape[2]
+        num_heads = heads.shape[1] - 2 * num_kv_heads
         cos, sin = (None, None) if rotation is None else rotation
-        is_float32 = kv_blocks.dtype is torch.float32
         self._library.pdserve_rope_store(
             heads.data_ptr(),
             heads.stride(0),
             None if cos is None else cos.data_ptr(),
             None if sin is None else sin.data_ptr(),
             0 if cos is None else cos.shape[1],
-            kv_blocks.data_ptr(),
-            kv_blocks.stride(0),
+            RowCache.of(kv_blocks),
             slot_mapping.data_ptr(),
             heads.shape[0],
-            num_heads if is_float32 else num_heads + num_kv_heads,
-            num_kv_heads if is_float32 else 0,
-            head_dim,
-            block_size,
+            num_heads,
+            num_kv_heads,
+            heads.shape[2],
             self._num_threads,
         )
-        if not is_float32:
-            self._library.pdserve_store_rows(
-                *_row_cache(kv_blocks, head_dim),
-                heads[:, num_heads:].data_ptr(),
-                heads.stride(0),
-                slot_mapping.data_ptr(),
-                heads.shape[0],
-            )
         return heads[:, :num_heads]
 
     def fuse(self, layer: GatedLayer) -> FusedLayer | None:
-        """Lay a layer out for `run_layer`; None if it has to be run operation by operation."""
+        """Lay a layer out for `run_layers`; None if it has to be run operation by operation."""
         return FusedLayer.of(layer)
 
-    def run_layer(
+    def run_layers(
         self,
-        fused: FusedLayer,
+        layers: Sequence[FusedLayer],
         hidden: Tensor,  # [num_tokens, hidden_size] float32, changed in place
-        rotation: tuple[Tensor, Tensor] | None,
-        kv_blocks: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim] float32
+        rotations: Sequence[tuple[Tensor, Tensor] | None],  # of each layer
+        kv_layers: Sequence[Tensor],  # of each: [num_blocks, 2, num_kv_heads, block_size, row_elements]
         slot_mapping: Tensor,
         spans: "PackedSpans",
     ) -> None:
-        """Run a whole layer: the bits of its operations one by one, without their cost in Python."""
-        assert hidden.is_contiguous() and kv_blocks.dtype is torch.float32
-        cos, sin = (None, None) if rotation is None else rotation
-        step = Step(
-            hidden.data_ptr(),
-            None if cos is None else cos.data_ptr(),
-            None if sin is None else sin.data_ptr(),
-            slot_mapping.data_ptr(),
-            spans.table.data_ptr(),
-            kv_blocks.data_ptr(),
-            hidden.shape[0],
-            spans.table.shape[0],
-            0 if cos is None else cos.shape[1],
-            kv_blocks.stride(0),
-            kv_blocks.shape[3],
-            self._num_threads,
-        )
-        self._library.pdserve_layer(ctypes.byref(fused.structure), ctypes.byref(step))
+        """Run whole layers: the bits of their operations one by one, without their cost in Python.
+
+        It is one call, so the interpreter's lock is let go and waited for once.
+        """
+        assert hidden.is_contiguous()
+        rows, slots, table = hidden.data_ptr(), slot_mapping.data_ptr(), spans.table.data_ptr()
+        counts = hidden.shape[0], spans.table.shape[0]
+        steps = [
+            Step(
+                rows,
+                *_rotation_pointers(rotation),
+                slots,
+                table,
+                RowCache.of(kv_blocks),
+                *counts,
+                0 if rotation is None else rotation[0].shape[1],
+                self._num_threads,
+            )
+            for rotation, kv_blocks in zip(rotations, kv_layers, strict=True)
+        ]
+        addresses = (ctypes.c_void_p * len(layers))(*[layer.address for layer in layers])
+        self._library.pdserve_layers(addresses, (Step * len(steps))(*steps), len(steps))
 
     def sample(
         self,
@@ -329,11 +296,8 @@ def _lie_together(heads: Tensor) -> bool:
     return heads.stride(-1) == 1 and (num_rows == 1 or heads.stride(-2) == size)
 
 
-def _row_cache(kv_blocks: Tensor, head_dim: int) -> tuple[int, ...]:
-    """Return how the kernels for rows other than float32 are told of a layer's cache."""
-    _, _, num_kv_heads, block_size, _ = kv_blocks.shape
-    stride_bytes = kv_blocks.stride(0) * kv_blocks.itemsize
-    return _ROW_FORMATS[kv_blocks.dtype], kv_blocks.data_ptr(), stride_bytes, num_kv_heads, head_dim, block_size
+def _rotation_pointers(rotation: tuple[Tensor, Tensor] | None) -> tuple[int | None, int | None]:
+    return (None, None) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
 
 
 def _declare(function: Any, *arguments: type[Any]) -> None:

@@ -5,8 +5,10 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
+#include "cpu_kv_cache.h"
 #include "cpu_threads.h"
 #include "cpu_vectors.h"
 
@@ -18,10 +20,9 @@ constexpr int64_t kMaxQueryTile = 32;
 struct Attention {
   const float* query;  // [num_tokens, num_heads, head_dim], tokens `query_stride` apart
   int64_t query_stride;
-  const float* kv;  // the cache of one layer: [num_blocks, 2, num_kv_heads, block_size, head_dim]
-  int64_t block_stride;  // floats from one block to the next
-  float* output;         // [num_tokens, num_heads, head_dim], contiguous
-  int64_t num_heads, num_kv_heads, head_dim, block_size;
+  RowCache cache;
+  float* output;  // [num_tokens, num_heads, head_dim], contiguous
+  int64_t num_heads, num_kv_heads, head_dim;
   float scale, soft_cap;  // soft_cap 0: none
   int64_t window;         // 0: none
 };
@@ -31,11 +32,6 @@ struct Span {
   const int64_t* block_table;
 };
 
-inline const float* key_row(const Attention& a, const Span& span, int64_t kv_head, int64_t position) {
-  const float* block = a.kv + span.block_table[position / a.block_size] * a.block_stride;
-  return block + (kv_head * a.block_size + position % a.block_size) * a.head_dim;
-}
-
 inline int64_t first_visible(const Attention& a, int64_t position) {
   return a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
 }
@@ -43,10 +39,12 @@ inline int64_t first_visible(const Attention& a, int64_t position) {
 // Query heads of up to kMaxQueryTile tokens that share a KV head. Keys are turned once for all of them, so that a
 // vector holds one dimension of kLanes keys and a score is one chain of multiply-adds over the dimensions in order; an
 // output is one chain over the positions. A position that a row does not see has the weight 0, which changes no sum.
+template <typename Row>
 class QueryTile {
  public:
   QueryTile(const Attention& a, const Span& span, int64_t kv_head, int64_t token, int64_t num_tokens)
-      : a_(a), span_(span), kv_head_(kv_head), token_(token), num_tokens_(num_tokens), group_(a.num_heads / a.num_kv_heads) {}
+      : a_(a), span_(span), kv_head_(kv_head), token_(token), num_tokens_(num_tokens),
+        group_(a.num_heads / a.num_kv_heads), row_bytes_(Row::size_bytes(a.head_dim)) {}
 
   int64_t first_partition() const { return first_visible(a_, position(0)) / kPartition; }
   int64_t end_partition() const { return position(num_tokens_ - 1) / kPartition + 1; }
@@ -73,12 +71,12 @@ class QueryTile {
 
   // Attends to the positions of one partition.
   void compute(int64_t partition, float* result) {
-    thread_local std::vector<float> scratch;
-    thread_local std::vector<const float*> places;
-    const size_t size = kKeyVectors * kLanes * a_.head_dim + num_rows() * kPartition;
-    if (scratch.size() < size) scratch.resize(size);
-    keys_ = scratch.data();
-    scores_ = keys_ + kKeyVectors * kLanes * a_.head_dim;
+    thread_local Floats scratch;
+    thread_local std::vector<const uint8_t*> places;
+    const int64_t keys_size = kKeyVectors * kLanes * a_.head_dim, scores_size = num_rows() * kPartition;
+    keys_ = scratch.grown(keys_size + scores_size + (is_expanded() ? kPartition * a_.head_dim : 0));
+    scores_ = keys_ + keys_size;
+    values_ = scores_ + scores_size;
     const int64_t start = partition * kPartition;
     const int64_t first = std::max(start, first_visible(a_, position(0)));
     const int64_t end = std::min(start + kPartition, position(num_tokens_ - 1) + 1);
@@ -87,7 +85,9 @@ class QueryTile {
     find_keys(start, start + (first - start) / kKeysAtOnce * kKeysAtOnce, end);
     score_all(start, first, end);
     for (int64_t row = 0; row < num_rows(); row++) soften(row, start, first, end, result);
-    weigh_all(first - start, end - start, result);
+    if (!is_expanded()) return weigh_all<false>(first - start, end - start, result);
+    expand_values(first - start, end - start);
+    weigh_all<true>(first - start, end - start, result);
   }
 
   // Adds the result of one partition to what the rows have so far.
@@ -118,6 +118,8 @@ class QueryTile {
 
  private:
   int64_t num_rows() const { return num_tokens_ * group_; }
+  // Values that several tiles of rows need are expanded once for all of them.
+  bool is_expanded() const { return !std::is_same_v<Row, Float32Row> && num_rows() > kTileRows; }
   int64_t position(int64_t i) const { return span_.context_len - span_.query_len + token_ + i; }
   float* highest(float* result) const { return result + num_rows() * a_.head_dim; }
   const float* highest(const float* result) const { return result + num_rows() * a_.head_dim; }
@@ -131,36 +133,44 @@ class QueryTile {
 
   // places_[i] = the key at position start + i, for [first, end); beyond the end, the last key again.
   void find_keys(int64_t start, int64_t first, int64_t end) {
-    const float **place = places_ + (first - start), **const begin = place;
+    const uint8_t **place = places_ + (first - start), **const begin = place;
+    const int64_t block_size = a_.cache.block_size;
     while (first < end) {
-      const float* key = key_row(a_, span_, kv_head_, first);
-      const int64_t next = std::min(end, first - first % a_.block_size + a_.block_size);
-      for (; first < next; first++, key += a_.head_dim) *place++ = key;
+      const uint8_t* block = a_.cache.blocks + span_.block_table[first / block_size] * a_.cache.block_stride;
+      const uint8_t* key = block + (kv_head_ * block_size + first % block_size) * row_bytes_;
+      const int64_t next = std::min(end, first - first % block_size + block_size);
+      for (; first < next; first++, key += row_bytes_) *place++ = key;
     }
-    const float** padded = places_ + (place - places_ + kLanes - 1) / kLanes * kLanes;
+    const uint8_t** padded = places_ + (place - places_ + kLanes - 1) / kLanes * kLanes;
     std::fill(place, padded, place[-1]);
     // Fetched with the last values: the first keys of the next head, if there is one.
-    const int64_t next_key = kv_head_ + 1 < a_.num_kv_heads ? a_.block_size * a_.head_dim - values_offset() : 0;
+    const int64_t next_key = kv_head_ + 1 < a_.num_kv_heads ? block_size * row_bytes_ - values_offset() : 0;
     for (int64_t i = 0; i < kAhead; i++) padded[i] = begin[i] + next_key;
   }
 
-  int64_t values_offset() const { return a_.num_kv_heads * a_.block_size * a_.head_dim; }  // from a key to its value
+  int64_t values_offset() const { return a_.num_kv_heads * a_.cache.block_size * row_bytes_; }  // from a key to its value
 
   void score_all(int64_t start, int64_t first, int64_t end) {
     const int64_t begin = (first - start) / kKeysAtOnce * kKeysAtOnce, num_keys = end - start;
     for (int64_t i = begin; i < num_keys; i += kKeysAtOnce) {
       for (int64_t v = 0; v < kKeyVectors && i + v * kLanes < num_keys; v++)
         turn_keys(i + v * kLanes, begin, num_keys, v);
-      int64_t row = 0;
-      for (; row + kTileRows <= num_rows(); row += kTileRows) score<kTileRows>(row, i);
-      switch (num_rows() - row) {
-        case 1: score<1>(row, i); break;
-        case 2: score<2>(row, i); break;
-        case 3: score<3>(row, i); break;
-        case 4: score<4>(row, i); break;
-        case 5: score<5>(row, i); break;
-        default: break;
-      }
+      for_row_tiles([&](int64_t row, auto count) { score<count>(row, i); });
+    }
+  }
+
+  // Calls body(the first row of a tile, how many rows it has as a constant).
+  template <typename Body>
+  void for_row_tiles(const Body& body) const {
+    int64_t row = 0;
+    for (; row + kTileRows <= num_rows(); row += kTileRows) body(row, std::integral_constant<int, kTileRows>{});
+    switch (num_rows() - row) {
+      case 1: return body(row, std::integral_constant<int, 1>{});
+      case 2: return body(row, std::integral_constant<int, 2>{});
+      case 3: return body(row, std::integral_constant<int, 3>{});
+      case 4: return body(row, std::integral_constant<int, 4>{});
+      case 5: return body(row, std::integral_constant<int, 5>{});
+      default: return;
     }
   }
 
@@ -168,26 +178,42 @@ class QueryTile {
   // where there are none, the first values: into the second-level cache, since the first has room for so few misses at
   // once that pieces of 4 KiB came at 12.5 GB/s instead of 20.
   void turn_keys(int64_t i, int64_t begin, int64_t num_keys, int64_t v) {
-    const float* const* rows = places_ + i;
+    const uint8_t* const* rows = places_ + i;
     const bool is_key = i + kAhead < num_keys;
-    const float* const* later = places_ + (is_key ? i + kAhead : std::min(begin + i + kAhead - num_keys, kPartition));
-    const int64_t offset = is_key ? 0 : values_offset();
-    float* turned = keys_ + v * kLanes;
+    const uint8_t* const* later = places_ + (is_key ? i + kAhead : std::min(begin + i + kAhead - num_keys, kPartition));
+    const int64_t offset = is_key ? 0 : values_offset(), stride = kKeyVectors * kLanes;
+    float scales[kLanes], *turned = keys_ + v * kLanes;
+    for (int j = 0; j < kLanes; j++) scales[j] = Row::scale(rows[j], a_.head_dim);
     int64_t d = 0;
+    if constexpr (Row::kPerLane > 1)  // several dimensions in a lane: so much less to turn
+      for (constexpr int64_t kStep = Row::kPerLane * kLanes; d + kStep <= a_.head_dim; d += kStep) {
+        Vec square[kLanes];
+        fetch_keys(later, offset, d);
+        for (int j = 0; j < kLanes; j++) square[j] = Float32Row::vector(rows[j] + d * Row::kValueBytes, 0, 1);
+        transpose(square);
+        for (int j = 0; j < kLanes; j++)
+          for (int which = 0; which < Row::kPerLane; which++)
+            store(turned + (d + j * Row::kPerLane + which) * stride, Row::unpacked(square[j], which, load(scales)));
+      }
     for (; d + kLanes <= a_.head_dim; d += kLanes) {
       Vec square[kLanes];
-      for (int j = 0; j < kLanes; j++) __builtin_prefetch(later[j] + offset + d, 0, 2);
-      for (int j = 0; j < kLanes; j++) square[j] = load(rows[j] + d);
+      fetch_keys(later, offset, d);
+      for (int j = 0; j < kLanes; j++) square[j] = Row::vector(rows[j], d, scales[j]);
       transpose(square);
-      for (int j = 0; j < kLanes; j++) store(turned + (d + j) * kKeyVectors * kLanes, square[j]);
+      for (int j = 0; j < kLanes; j++) store(turned + (d + j) * stride, square[j]);
     }
     for (; d < a_.head_dim; d++)
-      for (int64_t j = 0; j < kLanes; j++) turned[d * kKeyVectors * kLanes + j] = rows[j][d];
+      for (int64_t j = 0; j < kLanes; j++) turned[d * stride + j] = Row::value(rows[j], d, scales[j]);
+  }
+
+  static void fetch_keys(const uint8_t* const* rows, int64_t offset, int64_t d) {
+    if (d * Row::kValueBytes % kFetchBytes) return;
+    for (int j = 0; j < kLanes; j++) __builtin_prefetch(rows[j] + offset + d * Row::kValueBytes, 0, 2);
   }
 
   // Scores of kRows rows against the turned keys: independent chains, so that the multipliers are kept busy.
   template <int kRows>
-  void score(int64_t row, int64_t offset) {
+  void score(int64_t row, int64_t offset) const {
     const float* queries[kRows];
     Vec sums[kRows][kKeyVectors];
     for (int r = 0; r < kRows; r++) {
@@ -239,46 +265,64 @@ class QueryTile {
     totals(result)[row] = sum_lanes(sums);
   }
 
-  void weigh_all(int64_t first, int64_t end, float* result) const {
-    int64_t row = 0;
-    for (; row + kTileRows <= num_rows(); row += kTileRows) weigh_rows<kTileRows>(row, first, end, result);
-    switch (num_rows() - row) {
-      case 1: return weigh_rows<1>(row, first, end, result);
-      case 2: return weigh_rows<2>(row, first, end, result);
-      case 3: return weigh_rows<3>(row, first, end, result);
-      case 4: return weigh_rows<4>(row, first, end, result);
-      case 5: return weigh_rows<5>(row, first, end, result);
-      default: return;
+  // values_[i] = the value at position start + i, for [first, end).
+  void expand_values(int64_t first, int64_t end) {
+    const int64_t size = a_.head_dim;
+    for (int64_t i = first; i < end; i++) {
+      const uint8_t* row = places_[i] + values_offset();
+      const float scale = Row::scale(row, size);
+      float* values = values_ + i * size;
+      fetch(places_[i + kAhead] + values_offset(), row_bytes_);
+      int64_t d = 0;
+      for (; d + kLanes <= size; d += kLanes) store(values + d, Row::vector(row, d, scale));
+      for (; d < size; d++) values[d] = Row::value(row, d, scale);
     }
   }
 
-  template <int kRows>
+  template <bool kIsExpanded>
+  void weigh_all(int64_t first, int64_t end, float* result) const {
+    for_row_tiles([&](int64_t row, auto count) { weigh_rows<kIsExpanded, count>(row, first, end, result); });
+  }
+
+  template <bool kIsExpanded, int kRows>
   void weigh_rows(int64_t row, int64_t first, int64_t end, float* result) const {
     int64_t d = 0;
     for (; d + kValueVectors * kLanes <= a_.head_dim; d += kValueVectors * kLanes)
-      weigh<kRows, kValueVectors>(row, d, first, end, result);
-    for (; d + kLanes <= a_.head_dim; d += kLanes) weigh<kRows, 1>(row, d, first, end, result);
+      weigh<kIsExpanded, kRows, kValueVectors>(row, d, first, end, result);
+    for (; d + kLanes <= a_.head_dim; d += kLanes) weigh<kIsExpanded, kRows, 1>(row, d, first, end, result);
     for (; d < a_.head_dim; d++)
       for (int r = 0; r < kRows; r++) {
         const float* weights = scores_ + (row + r) * kPartition;
         float sum = 0;
-        for (int64_t i = first; i < end; i++) sum = fma(weights[i], places_[i][values_offset() + d], sum);
+        for (int64_t i = first; i < end; i++) sum = fma(weights[i], one_value<kIsExpanded>(i, d), sum);
         result[(row + r) * a_.head_dim + d] = sum;
       }
   }
 
-  template <int kRows, int kVectors>
+  template <bool kIsExpanded>
+  float one_value(int64_t i, int64_t d) const {
+    if (kIsExpanded) return values_[i * a_.head_dim + d];
+    const uint8_t* row = places_[i] + values_offset();
+    return Row::value(row, d, Row::scale(row, a_.head_dim));
+  }
+
+  template <bool kIsExpanded, int kRows, int kVectors>
   void weigh(int64_t row, int64_t d, int64_t first, int64_t end, float* result) const {
     Vec sums[kRows][kVectors];
     for (int r = 0; r < kRows; r++)
       for (int v = 0; v < kVectors; v++) sums[r][v] = Vec{};
     const float* weights = scores_ + row * kPartition;
-    const int64_t offset = values_offset() + d;
+    const int64_t offset = values_offset();
     for (int64_t i = first; i < end; i++) {
-      const float *values = places_[i] + offset, *later = places_[i + kAhead] + offset;
       Vec value[kVectors];
-      for (int v = 0; v < kVectors; v++) __builtin_prefetch(later + v * kLanes, 0, 2);
-      for (int v = 0; v < kVectors; v++) value[v] = load(values + v * kLanes);
+      if constexpr (kIsExpanded) {
+        for (int v = 0; v < kVectors; v++) value[v] = load(values_ + i * a_.head_dim + d + v * kLanes);
+      } else {
+        const uint8_t* stored = places_[i] + offset;
+        const float scale = Row::scale(stored, a_.head_dim);
+        fetch(places_[i + kAhead] + offset + d * Row::kValueBytes, kVectors * kLanes * Row::kValueBytes);
+        for (int v = 0; v < kVectors; v++) value[v] = Row::vector(stored, d + v * kLanes, scale);
+      }
       for (int r = 0; r < kRows; r++) {
         const Vec weight = splat(weights[r * kPartition + i]);
         for (int v = 0; v < kVectors; v++) sums[r][v] = fma(weight, value[v], sums[r][v]);
@@ -288,22 +332,28 @@ class QueryTile {
       for (int v = 0; v < kVectors; v++) store(result + (row + r) * a_.head_dim + d + v * kLanes, sums[r][v]);
   }
 
+  static void fetch(const uint8_t* p, int64_t size) {
+    for (int64_t i = 0; i < size; i += kFetchBytes) __builtin_prefetch(p + i, 0, 2);
+  }
+
   // A tile of kTileRows rows fills the registers: 24 sums of 32, or 12 of 16.
   static constexpr int kTileRows = 6, kKeyVectors = kAccumulators / kTileRows, kValueVectors = kKeyVectors;
   static constexpr int64_t kKeysAtOnce = kKeyVectors * kLanes;
-  static constexpr int64_t kAhead = 32;  // positions: 8 KiB of a head of 64, measured against 16 to 128
+  static constexpr int64_t kAhead = Row::kValueBytes == 4 ? 32 : 48;  // positions, measured against 16 to 128
+  static constexpr int64_t kFetchBytes = 4 * kLanes;  // a line, or half of one: rows begin anywhere
 
   const Attention& a_;
   const Span& span_;
-  const int64_t kv_head_, token_, num_tokens_, group_;
-  float *keys_ = nullptr, *scores_ = nullptr;
-  const float** places_ = nullptr;
+  const int64_t kv_head_, token_, num_tokens_, group_, row_bytes_;
+  float *keys_ = nullptr, *scores_ = nullptr, *values_ = nullptr;
+  const uint8_t** places_ = nullptr;
 };
 
 // Tiles of tokens and KV heads are independent. Where they are too few to share among the threads, as for one
 // sequence that decodes, their partitions are computed apart and merged in the same order: the same bits.
-void attend(const Attention& a, const std::vector<Span>& spans, int num_threads) {
-  std::vector<QueryTile> tiles;
+template <typename Row>
+void attend_rows(const Attention& a, const std::vector<Span>& spans, int num_threads) {
+  std::vector<QueryTile<Row>> tiles;
   for (const Span& span : spans)
     for (int64_t token = 0; token < span.query_len; token += kMaxQueryTile)
       for (int64_t head = 0; head < a.num_kv_heads; head++)
@@ -329,18 +379,22 @@ void attend(const Attention& a, const std::vector<Span>& spans, int num_threads)
     }
   std::vector<float> results(size);
   parallel(parts.size(), num_threads, [&](int64_t i) {
-    QueryTile tile = tiles[parts[i].tile];
+    QueryTile<Row> tile = tiles[parts[i].tile];
     tile.compute(parts[i].partition, results.data() + parts[i].place);
   });
   std::vector<float> merged;
   for (size_t i = 0; i < parts.size();) {
-    const QueryTile& tile = tiles[parts[i].tile];
+    const QueryTile<Row>& tile = tiles[parts[i].tile];
     merged.resize(tile.result_size());
     tile.start(merged.data());
     for (const int64_t which = parts[i].tile; i < parts.size() && parts[i].tile == which; i++)
       tile.merge(results.data() + parts[i].place, merged.data());
     tile.finish(merged.data());
   }
+}
+
+inline void attend(const Attention& a, const std::vector<Span>& spans, int num_threads) {
+  with_rows_of(a.cache, [&](auto row) { attend_rows<decltype(row)>(a, spans, num_threads); });
 }
 
 }  // namespace

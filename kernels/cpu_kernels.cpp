@@ -51,7 +51,7 @@ int pdserve_runs_here() {
 #elif defined(__AVX512F__)
   return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #elif defined(__AVX2__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #else
   return 1;
 #endif
@@ -78,17 +78,16 @@ void pdserve_int8_linear(const float* x, int64_t x_stride, const int8_t* panels,
                    [=](int64_t row, float*) { return x + row * x_stride; });
 }
 
-// A layer and a step as kernels/fused_layer.py lays them out.
-void pdserve_layer(const void* layer, const void* step) {
-  run_layer(*static_cast<const Layer*>(layer), *static_cast<const Step*>(step));
+// Layers, one after the other, and a step for each, as kernels/fused_layer.py lays them out.
+void pdserve_layers(const void* const* layers, const void* steps, int64_t num_layers) {
+  for (int64_t i = 0; i < num_layers; i++)
+    run_layer(*static_cast<const Layer*>(layers[i]), static_cast<const Step*>(steps)[i]);
 }
 
-void pdserve_attention(const float* query, int64_t query_stride, const float* kv, int64_t block_stride, float* output,
+void pdserve_attention(const float* query, int64_t query_stride, const RowCache* cache, float* output,
                        const int64_t* spans, int64_t num_spans, int64_t num_heads, int64_t num_kv_heads,
-                       int64_t head_dim, int64_t block_size, float scale, float soft_cap, int64_t window,
-                       int num_threads) {
-  const Attention a{query,        query_stride, kv,         block_stride, output,   num_heads,
-                    num_kv_heads, head_dim,     block_size, scale,        soft_cap, window};
+                       int64_t head_dim, float scale, float soft_cap, int64_t window, int num_threads) {
+  const Attention a{query, query_stride, *cache, output, num_heads, num_kv_heads, head_dim, scale, soft_cap, window};
   attend(a, read_spans(spans, num_spans), num_threads);
 }
 
@@ -106,45 +105,13 @@ void pdserve_silu_mul(const float* x, float* y, int64_t num_rows, int64_t size, 
 // Rotates the first `num_rotated` heads of each token in place, then writes the last 2 * num_kv_heads heads, keys and
 // values, into their slots.
 void pdserve_rope_store(float* heads, int64_t token_stride, const float* cos, const float* sin, int64_t half,
-                        float* kv, int64_t block_stride, const int64_t* slots, int64_t num_tokens, int64_t num_heads,
-                        int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int num_threads) {
+                        const RowCache* cache, const int64_t* slots, int64_t num_tokens, int64_t num_heads,
+                        int64_t num_kv_heads, int64_t head_dim, int num_threads) {
   for_rows(num_tokens, num_threads, [=](int64_t t) {
     float* own = heads + t * token_stride;
     rotate_heads(own, num_heads + num_kv_heads, head_dim, cos + t * half, sin + t * half, half);
-    store_kv(own + num_heads * head_dim, num_kv_heads, head_dim, kv, block_stride, block_size, slots[t]);
+    store_kv(*cache, own + num_heads * head_dim, num_kv_heads, head_dim, slots[t]);
   });
-}
-
-void pdserve_row_attention(int format, uint8_t* blocks, int64_t block_stride, int64_t num_kv_heads, int64_t head_dim,
-                           int64_t block_size, const float* query, int64_t query_stride, float* output,
-                           const int64_t* spans, int64_t num_spans, int64_t num_heads, float scale, float soft_cap,
-                           int64_t window, int num_threads) {
-  const RowAttention a{{blocks, block_stride, num_kv_heads, head_dim, block_size},
-                       query, query_stride, output, num_heads, scale, soft_cap, window};
-  std::vector<RowSpan> all(num_spans);
-  for (int64_t s = 0; s < num_spans; s++) {
-    const int64_t* f = spans + 4 * s;
-    all[s] = RowSpan{f[0], f[1], f[2], reinterpret_cast<const int64_t*>(f[3])};
-  }
-  switch (format) {
-    case kBfloat16: return attend_rows<Bfloat16Row>(a, all, num_threads);
-    case kFloat16: return attend_rows<Float16Row>(a, all, num_threads);
-    case kInt8: return attend_rows<Int8Row>(a, all, num_threads);
-  }
-}
-
-// Writes keys and values [num_tokens, 2 * num_kv_heads, head_dim], tokens `token_stride` apart, into their slots.
-void pdserve_store_rows(int format, uint8_t* blocks, int64_t block_stride, int64_t num_kv_heads, int64_t head_dim,
-                        int64_t block_size, const float* heads, int64_t token_stride, const int64_t* slots,
-                        int64_t num_tokens) {
-  const RowCache cache{blocks, block_stride, num_kv_heads, head_dim, block_size};
-  for (int64_t t = 0; t < num_tokens; t++, heads += token_stride) {
-    switch (format) {
-      case kBfloat16: store_rows<Bfloat16Row>(cache, heads, slots[t]); break;
-      case kFloat16: store_rows<Float16Row>(cache, heads, slots[t]); break;
-      case kInt8: store_rows<Int8Row>(cache, heads, slots[t]); break;
-    }
-  }
 }
 
 }  // extern "C"

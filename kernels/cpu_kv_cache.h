@@ -1,8 +1,6 @@
-// The KV cache in another format than the activations: rows of bfloat16, float16, or int8 with a scale. The
-// rule of cpu_kernels.cpp holds here, too: a token's result depends on its own query and context alone.
-//
-// A row is one head of one token. It is written once, rounded; attention expands rows to float32 as it reads them,
-// once for all queries that share them.
+// The rows of a KV cache. A row is one head of one token: float32, or rounded to bfloat16, float16, or int8 with a
+// scale. It is written once; attention expands it to float32 as it reads it, and every build expands and rounds to the
+// same bits.
 
 #pragma once
 
@@ -10,12 +8,17 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
-#include "cpu_threads.h"
 #include "cpu_vectors.h"
 
 namespace {
+
+typedef uint32_t BitsVec __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(kLanes * 2)));
+typedef uint16_t HalfVecUnaligned __attribute__((vector_size(kLanes * 2), aligned(1), may_alias));
+typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
+typedef int8_t ByteVecUnaligned __attribute__((vector_size(kLanes), aligned(1), may_alias));
+typedef float FloatsAnywhere __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 
 inline uint32_t bits_of(float x) {
   uint32_t bits;
@@ -29,60 +32,123 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
-struct Bfloat16Row {
-  static int64_t size_bytes(int64_t head_dim) { return 2 * head_dim; }
+inline uint16_t half_at(const uint8_t* p) {
+  uint16_t half;
+  std::memcpy(&half, p, sizeof half);
+  return half;
+}
 
-  static void write(const float* x, int64_t head_dim, uint8_t* row) {
-    for (int64_t d = 0; d < head_dim; d++) {
-      const uint32_t bits = bits_of(x[d]);
-      const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
-      const uint16_t half = x[d] != x[d] ? 0x7fc0 : rounded;
-      std::memcpy(row + 2 * d, &half, 2);
-    }
-  }
-
-  static void expand(const uint8_t* row, int64_t head_dim, float* x) {
-    for (int64_t d = 0; d < head_dim; d++) {
-      uint16_t half;
-      std::memcpy(&half, row + 2 * d, 2);
-      x[d] = float_of(uint32_t{half} << 16);
-    }
+// Each format says how it writes a row; how it reads kLanes of its values from the d-th on, or one; how many bytes a
+// value has; and how many neighbours in a 32-bit lane `unpacked` can tell apart there, where it is called.
+struct Float32Row {
+  static constexpr int64_t kValueBytes = 4;
+  static constexpr int kPerLane = 1;
+  static int64_t size_bytes(int64_t head_dim) { return 4 * head_dim; }
+  static void write(const float* x, int64_t head_dim, uint8_t* row) { std::memcpy(row, x, 4 * head_dim); }
+  static float scale(const uint8_t*, int64_t) { return 1; }
+  static Vec vector(const uint8_t* row, int64_t d, float) { return *(const FloatsAnywhere*)(row + 4 * d); }
+  static float value(const uint8_t* row, int64_t d, float) {
+    float x;
+    std::memcpy(&x, row + 4 * d, sizeof x);
+    return x;
   }
 };
 
-struct Float16Row {
+// The upper half of a float32, rounded to nearest, ties to even.
+struct Bfloat16Row {
+  static constexpr int64_t kValueBytes = 2;
+  static constexpr int kPerLane = 2;
   static int64_t size_bytes(int64_t head_dim) { return 2 * head_dim; }
+  static float scale(const uint8_t*, int64_t) { return 1; }
+
+  static void write(const float* x, int64_t head_dim, uint8_t* row) {
+    int64_t d = 0;
+    for (; d + kLanes <= head_dim; d += kLanes) *(HalfVecUnaligned*)(row + 2 * d) = rounded(load(x + d));
+    if (d == head_dim) return;
+    const HalfVec rest = rounded(load_some(x + d, head_dim - d));
+    std::memcpy(row + 2 * d, &rest, 2 * (head_dim - d));
+  }
+
+  static HalfVec rounded(Vec values) {
+    const BitsVec bits = (BitsVec)values, nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return __builtin_convertvector(values == values ? nearest : nearest * 0 + 0x7fc0, HalfVec);
+  }
+
+  static Vec vector(const uint8_t* row, int64_t d, float) {
+    return (Vec)(__builtin_convertvector((HalfVec)*(const HalfVecUnaligned*)(row + 2 * d), BitsVec) << 16);
+  }
+  static float value(const uint8_t* row, int64_t d, float) { return float_of(uint32_t{half_at(row + 2 * d)} << 16); }
+
+  static Vec unpacked(Vec lanes, int which, Vec) {
+    return (Vec)(which == 0 ? (BitsVec)lanes << 16 : (BitsVec)lanes & 0xffff0000);
+  }
+};
+
+// What is finite and beyond 65,504 becomes that.
+struct Float16Row {
+  static constexpr int64_t kValueBytes = 2;
+  static constexpr int kPerLane = 1;
+  static int64_t size_bytes(int64_t head_dim) { return 2 * head_dim; }
+  static float scale(const uint8_t*, int64_t) { return 1; }
 
   static uint16_t round(float x) {
     const uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return sign | 0x7e00;   // not a number
-    if (magnitude >= 0x477ff000) return sign | 0x7c00;  // rounds beyond 65504
+    if (magnitude == 0x7f800000) return sign | 0x7c00;
+    if (magnitude >= 0x477fe000) return sign | 0x7bff;
     // Below the normal range an addition rounds at the place of the last bit: 0.5 has its own 2^-24 away.
     if (magnitude < 0x38800000) return sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3f000000);
     return sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
   }
 
   static void write(const float* x, int64_t head_dim, uint8_t* row) {
-    for (int64_t d = 0; d < head_dim; d++) {
+    int64_t d = 0;
+#if defined(__AVX512F__) || defined(__F16C__)
+    for (; d + kLanes <= head_dim; d += kLanes) {
+      const Vec values = load(x + d), largest = splat(65504.0f), infinity = splat(INFINITY);
+      Vec kept = values > largest && values < infinity ? largest : values;
+      kept = kept < -largest && kept > -infinity ? -largest : kept;
+      kept = kept == kept ? kept : (Vec)(((BitsVec)kept & 0x80000000) | 0x7fc00000);
+#if defined(__AVX512F__)
+      const HalfVec halves = (HalfVec)_mm512_cvtps_ph((__m512)kept, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+      const HalfVec halves = (HalfVec)_mm256_cvtps_ph((__m256)kept, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#endif
+      std::memcpy(row + 2 * d, &halves, sizeof halves);
+    }
+#endif
+    for (; d < head_dim; d++) {
       const uint16_t half = round(x[d]);
       std::memcpy(row + 2 * d, &half, 2);
     }
   }
 
-  static void expand(const uint8_t* row, int64_t head_dim, float* x) {
-    for (int64_t d = 0; d < head_dim; d++) {
-      uint16_t half;
-      std::memcpy(&half, row + 2 * d, 2);
-      const uint32_t magnitude = half & 0x7fffu;
-      const float scaled = float_of(magnitude << 13) * 0x1p112f;
-      const uint32_t bits = magnitude >= 0x7c00 ? 0x7f800000 | magnitude << 13 : bits_of(scaled);
-      x[d] = float_of(bits | (half & 0x8000u) << 16);
-    }
+  static Vec vector(const uint8_t* row, int64_t d, float) {
+    const HalfVec halves = *(const HalfVecUnaligned*)(row + 2 * d);
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps((__m256i)halves);
+#elif defined(__F16C__)
+    return (Vec)_mm256_cvtph_ps((__m128i)halves);
+#else
+    const BitsVec bits = __builtin_convertvector(halves, BitsVec), magnitude = bits & 0x7fff;
+    const BitsVec scaled = (BitsVec)((Vec)(magnitude << 13) * splat(0x1p112f));
+    return (Vec)((magnitude >= 0x7c00 ? 0x7f800000 | magnitude << 13 : scaled) | (bits & 0x8000) << 16);
+#endif
+  }
+
+  static float value(const uint8_t* row, int64_t d, float) {
+    const uint16_t half = half_at(row + 2 * d);
+    const uint32_t magnitude = half & 0x7fffu;
+    const float scaled = float_of(magnitude << 13) * 0x1p112f;
+    const uint32_t bits = magnitude >= 0x7c00 ? 0x7f800000 | magnitude << 13 : bits_of(scaled);
+    return float_of(bits | (half & 0x8000u) << 16);
   }
 };
 
 // head_dim int8 values, then their scale as float32: x = value * scale, scale = max |x| / 127.
 struct Int8Row {
+  static constexpr int64_t kValueBytes = 1;
+  static constexpr int kPerLane = 4;
   static int64_t size_bytes(int64_t head_dim) { return head_dim + 4; }
 
   static void write(const float* x, int64_t head_dim, uint8_t* row) {
@@ -100,212 +166,50 @@ struct Int8Row {
     std::memcpy(row + head_dim, &scale, 4);
   }
 
-  static void expand(const uint8_t* row, int64_t head_dim, float* x) {
+  static float scale(const uint8_t* row, int64_t head_dim) {
     float scale;
     std::memcpy(&scale, row + head_dim, 4);
-    for (int64_t d = 0; d < head_dim; d++) x[d] = static_cast<int8_t>(row[d]) * scale;
+    return scale;
   }
+  static Vec vector(const uint8_t* row, int64_t d, float scale) {
+    const IntVec whole = __builtin_convertvector((ByteVec)*(const ByteVecUnaligned*)(row + d), IntVec);
+    return __builtin_convertvector(whole, Vec) * splat(scale);
+  }
+  static Vec unpacked(Vec lanes, int which, Vec scales) {
+    return __builtin_convertvector((IntVec)((BitsVec)lanes << (24 - 8 * which)) >> 24, Vec) * scales;
+  }
+  static float value(const uint8_t* row, int64_t d, float scale) { return static_cast<int8_t>(row[d]) * scale; }
 };
+
+// One layer of the cache, as kernels/cpu.py describes it: rows of `format` where they lie.
+enum RowFormat : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
 struct RowCache {
-  uint8_t* blocks;       // one layer: [num_blocks, 2, num_kv_heads, block_size, bytes of a row]
+  uint8_t* blocks;       // [num_blocks, 2, num_kv_heads, block_size, bytes of a row]
+  int64_t format;
   int64_t block_stride;  // bytes from one block to the next
-  int64_t num_kv_heads, head_dim, block_size;
+  int64_t block_size;
 };
 
-struct RowAttention {
-  RowCache cache;
-  const float* query;  // [num_tokens, num_heads, head_dim], tokens `query_stride` apart
-  int64_t query_stride;
-  float* output;  // [num_tokens, num_heads, head_dim], contiguous
-  int64_t num_heads;
-  float scale, soft_cap;  // soft_cap 0: none
-  int64_t window;         // 0: none
-};
-
-struct RowSpan {
-  int64_t query_start, query_len, context_len;
-  const int64_t* block_table;
-};
-
-constexpr int64_t kRowPartition = 256, kRowQueryTile = 16;  // tokens
-
-// The query heads of up to kRowQueryTile tokens that share a KV head. The context is cut into partitions at absolute
-// positions, each with a softmax of its own, merged in order.
-template <typename Row>
-class RowTile {
- public:
-  RowTile(const RowAttention& a, const RowSpan& span, int64_t kv_head, int64_t token, int64_t num_tokens)
-      : a_(a), span_(span), dim_(a.cache.head_dim), kv_head_(kv_head), group_(a.num_heads / a.cache.num_kv_heads),
-        first_position_(span.context_len - span.query_len + token), first_row_(span.query_start + token),
-        num_rows_(num_tokens * group_) {}
-
-  void attend() {
-    thread_local std::vector<float> scratch;
-    scratch.resize(2 * dim_ * kLanes + num_rows_ * (kRowPartition + 2 * dim_ + 4));
-    keys_ = scratch.data();
-    rows_ = keys_ + dim_ * kLanes;
-    scores_ = rows_ + dim_ * kLanes;
-    values_ = scores_ + num_rows_ * kRowPartition;
-    merged_ = values_ + num_rows_ * dim_;
-    maxima_ = merged_ + num_rows_ * dim_;
-    totals_ = maxima_ + num_rows_;
-    highest_ = totals_ + num_rows_;
-    sums_ = highest_ + num_rows_;
-    std::fill(merged_, merged_ + num_rows_ * dim_, 0.0f);
-    std::fill(maxima_, maxima_ + num_rows_, -INFINITY);
-    std::fill(totals_, totals_ + num_rows_, 0.0f);
-    const int64_t begin = first_visible(0), end = position(num_rows_ - 1) + 1;
-    for (int64_t start = begin / kRowPartition * kRowPartition; start < end; start += kRowPartition)
-      partition(start, std::max(start, begin), std::min(start + kRowPartition, end));
-    for (int64_t row = 0; row < num_rows_; row++) {
-      float* output = a_.output + (token(row) * a_.num_heads + head(row)) * dim_;
-      for (int64_t d = 0; d < dim_; d++) output[d] = merged_[row * dim_ + d] / totals_[row];
-    }
+// Calls body(a row of the format).
+template <typename Body>
+void with_rows_of(const RowCache& cache, const Body& body) {
+  switch (cache.format) {
+    case kFloat32: return body(Float32Row{});
+    case kBfloat16: return body(Bfloat16Row{});
+    case kFloat16: return body(Float16Row{});
+    case kInt8: return body(Int8Row{});
   }
+}
 
- private:
-  int64_t position(int64_t row) const { return first_position_ + row / group_; }
-  int64_t token(int64_t row) const { return first_row_ + row / group_; }
-  int64_t head(int64_t row) const { return kv_head_ * group_ + row % group_; }
-  int64_t first_visible(int64_t row) const {
-    return a_.window > 0 ? std::max<int64_t>(0, position(row) - a_.window + 1) : 0;
-  }
-
-  void expand(int64_t position, bool is_value, float* x) const {
-    const RowCache& c = a_.cache;
-    const int64_t row = (is_value * c.num_kv_heads + kv_head_) * c.block_size + position % c.block_size;
-    const int64_t block = span_.block_table[position / c.block_size];
-    Row::expand(c.blocks + block * c.block_stride + row * Row::size_bytes(dim_), dim_, x);
-  }
-
-  // Adds tokens [first, end) of the partition that begins at `start`.
-  void partition(int64_t start, int64_t first, int64_t end) {
-    // Vectors of scores begin at fixed positions, so that lane and order of a token are the same for every tile.
-    for (int64_t p = start + (first - start) / kLanes * kLanes; p < end; p += kLanes) {
-      turn_keys(p, first, end);
-      int64_t row = 0;
-      for (; row + 6 <= num_rows_; row += 6) score<6>(row, p - start);
-      for (; row < num_rows_; row++) score<1>(row, p - start);
-    }
-    for (int64_t row = 0; row < num_rows_; row++) weigh(row, start);
-    std::fill(values_, values_ + num_rows_ * dim_, 0.0f);
-    for (int64_t p = first; p < end; p += kLanes) add_values(p, std::min<int64_t>(kLanes, end - p), start);
-    for (int64_t row = 0; row < num_rows_; row++)
-      if (highest_[row] != -INFINITY) merge(row);
-  }
-
-  void turn_keys(int64_t p, int64_t first, int64_t end) {
-    for (int64_t i = 0; i < kLanes; i++) {
-      expand(std::min(std::max(p + i, first), end - 1), false, rows_);
-      for (int64_t d = 0; d < dim_; d++) keys_[d * kLanes + i] = rows_[d];
-    }
-  }
-
-  template <int kRows>
-  void score(int64_t row, int64_t offset) {
-    const float* queries[kRows];
-    Vec sums[kRows];
-    for (int r = 0; r < kRows; r++) {
-      queries[r] = a_.query + token(row + r) * a_.query_stride + head(row + r) * dim_;
-      sums[r] = Vec{};
-    }
-    for (int64_t d = 0; d < dim_; d++) {
-      const Vec keys = load(keys_ + d * kLanes);
-      for (int r = 0; r < kRows; r++) sums[r] = fma(splat(queries[r][d]), keys, sums[r]);
-    }
-    for (int r = 0; r < kRows; r++) {
-      Vec sum = sums[r] * splat(a_.scale);
-      if (a_.soft_cap > 0)
-        for (int i = 0; i < kLanes; i++) sum[i] = a_.soft_cap * std::tanh(sum[i] / a_.soft_cap);
-      store(scores_ + (row + r) * kRowPartition + offset, sum);
-    }
-  }
-
-  // Turns the scores of a row into weights relative to the highest of them; what the row may not see weighs nothing.
-  void weigh(int64_t row, int64_t start) {
-    float* scores = scores_ + row * kRowPartition;
-    const int64_t first = std::max<int64_t>(0, first_visible(row) - start);
-    const int64_t end = std::min(kRowPartition, position(row) + 1 - start);
-    highest_[row] = -INFINITY;
-    if (first >= end) return;
-    for (int64_t i = first / kLanes * kLanes; i < first; i++) scores[i] = -INFINITY;
-    for (int64_t i = end; i % kLanes; i++) scores[i] = -INFINITY;
-    for (int64_t i = first; i < end; i++) highest_[row] = std::max(highest_[row], scores[i]);
-    Vec sums = {};
-    for (int64_t i = first / kLanes * kLanes; i < end; i += kLanes) {
-      const Vec score = load(scores + i);
-      const Vec weights = score == splat(-INFINITY) ? Vec{} : exp_nonpositive(score - splat(highest_[row]));
-      store(scores + i, weights);
-      sums += weights;
-    }
-    sums_[row] = sum_lanes(sums);
-  }
-
-  // values += weight * value for `count` tokens from p, in order, for each row that sees them.
-  void add_values(int64_t p, int64_t count, int64_t start) {
-    for (int64_t i = 0; i < count; i++) expand(p + i, true, rows_ + i * dim_);
-    for (int64_t row = 0; row < num_rows_; row++) {
-      const int64_t begin = std::max<int64_t>(0, first_visible(row) - p), end = std::min(count, position(row) + 1 - p);
-      const float* weights = scores_ + row * kRowPartition + (p - start);
-      float* values = values_ + row * dim_;
-      int64_t d = 0;
-      for (; d + 4 * kLanes <= dim_; d += 4 * kLanes) add<4>(weights, begin, end, d, values);
-      for (; d + kLanes <= dim_; d += kLanes) add<1>(weights, begin, end, d, values);
-      for (; d < dim_; d++)
-        for (int64_t i = begin; i < end; i++) values[d] = fma(weights[i], rows_[i * dim_ + d], values[d]);
-    }
-  }
-
-  template <int kVectors>
-  void add(const float* weights, int64_t begin, int64_t end, int64_t d, float* values) const {
-    Vec sums[kVectors];
-    for (int v = 0; v < kVectors; v++) sums[v] = load(values + d + v * kLanes);
-    for (int64_t i = begin; i < end; i++)
-      for (int v = 0; v < kVectors; v++)
-        sums[v] = fma(splat(weights[i]), load(rows_ + i * dim_ + d + v * kLanes), sums[v]);
-    for (int v = 0; v < kVectors; v++) store(values + d + v * kLanes, sums[v]);
-  }
-
-  void merge(int64_t row) {
-    const float maximum = std::max(maxima_[row], highest_[row]);
-    const float keep = maxima_[row] == -INFINITY ? 0.0f : exp_nonpositive(maxima_[row] - maximum);
-    const float add = exp_nonpositive(highest_[row] - maximum);
-    float* merged = merged_ + row * dim_;
-    for (int64_t d = 0; d < dim_; d++) merged[d] = fma(merged[d], keep, values_[row * dim_ + d] * add);
-    totals_[row] = fma(totals_[row], keep, sums_[row] * add);
-    maxima_[row] = maximum;
-  }
-
-  const RowAttention& a_;
-  const RowSpan& span_;
-  const int64_t dim_, kv_head_, group_, first_position_, first_row_, num_rows_;
-  float *keys_ = nullptr, *rows_ = nullptr, *scores_ = nullptr, *values_ = nullptr, *merged_ = nullptr;
-  float *maxima_ = nullptr, *totals_ = nullptr, *highest_ = nullptr, *sums_ = nullptr;
-};
-
-template <typename Row>
-void attend_rows(const RowAttention& a, const std::vector<RowSpan>& spans, int num_threads) {
-  std::vector<int64_t> starts(spans.size() + 1, 0);  // tiles before each span
-  for (size_t s = 0; s < spans.size(); s++)
-    starts[s + 1] = starts[s] + (spans[s].query_len + kRowQueryTile - 1) / kRowQueryTile;
-  parallel(starts.back() * a.cache.num_kv_heads, num_threads, [&](int64_t task) {
-    const int64_t tile = task / a.cache.num_kv_heads;
-    const int64_t s = std::upper_bound(starts.begin(), starts.end(), tile) - starts.begin() - 1;
-    const int64_t token = (tile - starts[s]) * kRowQueryTile;
-    const int64_t num_tokens = std::min(kRowQueryTile, spans[s].query_len - token);
-    RowTile<Row>(a, spans[s], task % a.cache.num_kv_heads, token, num_tokens).attend();
+// Writes keys and values of one token, [2 * num_kv_heads, head_dim], into a slot.
+inline void store_kv(const RowCache& c, const float* heads, int64_t num_kv_heads, int64_t head_dim, int64_t slot) {
+  with_rows_of(c, [&](auto row) {
+    const int64_t size = row.size_bytes(head_dim);
+    uint8_t* place = c.blocks + slot / c.block_size * c.block_stride + slot % c.block_size * size;
+    for (int64_t h = 0; h < 2 * num_kv_heads; h++)
+      row.write(heads + h * head_dim, head_dim, place + h * c.block_size * size);
   });
 }
-
-// Keys and values of one token: `heads` holds 2 * num_kv_heads heads.
-template <typename Row>
-void store_rows(const RowCache& c, const float* heads, int64_t slot) {
-  uint8_t* rows = c.blocks + slot / c.block_size * c.block_stride + slot % c.block_size * Row::size_bytes(c.head_dim);
-  for (int64_t h = 0; h < 2 * c.num_kv_heads; h++)
-    Row::write(heads + h * c.head_dim, c.head_dim, rows + h * c.block_size * Row::size_bytes(c.head_dim));
-}
-
-enum RowFormat { kBfloat16 = 0, kFloat16 = 1, kInt8 = 2 };
 
 }  // namespace

@@ -24,8 +24,8 @@ struct Step {
   float* hidden;  // [num_tokens, hidden_size], changed in place
   const float *cos, *sin;  // [num_tokens, half], null where the layer is not rotated
   const int64_t *slots, *spans;
-  float* kv;
-  int64_t num_tokens, num_spans, half, block_stride, block_size, num_threads;
+  RowCache cache;  // of this layer
+  int64_t num_tokens, num_spans, half, num_threads;
 };
 
 constexpr int64_t kRowsPerTask = 16;
@@ -67,8 +67,8 @@ struct LayerRun {
       float* own = heads + row * row_size;
       const float *cos = step.cos + row * step.half, *sin = step.sin + row * step.half;
       rotate_heads(own, layer.num_heads + layer.num_kv_heads, layer.head_dim, cos, sin, step.half);
-      store_kv(own + layer.num_heads * layer.head_dim, layer.num_kv_heads, layer.head_dim, step.kv, step.block_stride,
-               step.block_size, step.slots[row]);
+      store_kv(step.cache, own + layer.num_heads * layer.head_dim, layer.num_kv_heads, layer.head_dim,
+               step.slots[row]);
     });
   }
 
@@ -116,9 +116,8 @@ void run_layer(const Layer& layer, const Step& step) {
   const auto start = [&](int64_t begin, int64_t end, int threads) { run.start(begin, end, threads); };
   const auto finish = [&](int64_t begin, int64_t end, int threads) { run.finish(begin, end, threads); };
   for_blocks(num_rows, num_threads, start);
-  const Attention attention{run.heads,       row_size,        step.kv,            step.block_stride,
-                            run.attended,    layer.num_heads, layer.num_kv_heads, layer.head_dim,
-                            step.block_size, layer.scale,     layer.soft_cap,     layer.window};
+  const Attention attention{run.heads,          row_size,       step.cache,  run.attended,   layer.num_heads,
+                            layer.num_kv_heads, layer.head_dim, layer.scale, layer.soft_cap, layer.window};
   attend(attention, read_spans(step.spans, step.num_spans), num_threads);
   for_blocks(num_rows, num_threads, finish);
 }

@@ -52,12 +52,4 @@ inline void rotate_heads(float* heads, int64_t num_heads, int64_t head_dim, cons
   }
 }
 
-// Writes keys and values, [2 * num_kv_heads, head_dim], into a slot of one layer's cache.
-inline void store_kv(const float* heads, int64_t num_kv_heads, int64_t head_dim, float* kv, int64_t block_stride,
-                     int64_t block_size, int64_t slot) {
-  float* place = kv + slot / block_size * block_stride + slot % block_size * head_dim;
-  for (int64_t h = 0; h < 2 * num_kv_heads; h++)
-    std::memcpy(place + h * block_size * head_dim, heads + h * head_dim, head_dim * sizeof(float));
-}
-
 }  // namespace

@@ -1,7 +1,6 @@
 """Compiled sampling (`cpu_sampling.h`) for all rows of a batch in one call, on the threads of the other kernels."""
 
 import ctypes
-import os
 from collections.abc import Sequence
 from struct import Struct
 
@@ -63,8 +62,7 @@ class CompiledRowSampler:
         return answers
 
 
-def choose_row_sampler(num_threads: int | None, *, use_cpu_kernels: bool) -> RowSampler:
-    """Return the compiled sampler where it is built, else the reference; None: as many threads as there are cores."""
-    threads = num_threads or len(os.sched_getaffinity(0))
-    kernels = CpuKernels.load(threads) if use_cpu_kernels else None
+def choose_row_sampler(num_threads: int, *, use_cpu_kernels: bool) -> RowSampler:
+    """Return the compiled sampler where it is built, else the reference."""
+    kernels = CpuKernels.load(num_threads) if use_cpu_kernels else None
     return sample_rows if kernels is None else CompiledRowSampler(kernels)

@@ -3,11 +3,13 @@
 import ctypes
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pdserve.kernels.int8_linear import Int8Weight
 from pdserve.kernels.packed_weight import PackedInt8Weight, PackedWeight
 
+_ROW_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # of kernels/cpu_kv_cache.h
 Weight = Tensor | PackedWeight | PackedInt8Weight | Int8Weight  # [out_features, in_features], as its operations want it
 
 
@@ -55,22 +57,35 @@ class _Layer(ctypes.Structure):
     )
 
 
+class RowCache(ctypes.Structure):
+    """One layer of a KV cache [num_blocks, 2, num_kv_heads, block_size, row_elements], as an address."""
+
+    _fields_ = (
+        ("blocks", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("format", "block_stride_bytes", "block_size")),
+    )
+
+    @classmethod
+    def of(cls, kv_blocks: Tensor) -> "RowCache":
+        """Describe a layer's cache to the kernels; whoever uses it keeps the tensor alive."""
+        stride_bytes = kv_blocks.stride(0) * kv_blocks.itemsize
+        return cls(kv_blocks.data_ptr(), _ROW_FORMATS[kv_blocks.dtype], stride_bytes, kv_blocks.shape[3])
+
+
 class Step(ctypes.Structure):
     """The rows of one step and one layer's cache, as addresses; whoever fills it keeps the tensors alive."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("hidden", "cos", "sin", "slots", "spans", "kv")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("num_tokens", "num_spans", "half", "block_stride", "block_size", "num_threads")
-        ),
+        *((name, ctypes.c_void_p) for name in ("hidden", "cos", "sin", "slots", "spans")),
+        ("cache", RowCache),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_spans", "half", "num_threads")),
     )
 
 
 class FusedLayer:
     """A layer laid out for the kernels; keeps its tensors alive."""
 
-    __slots__ = ("layer", "structure")
+    __slots__ = ("address", "layer", "structure")
 
     def __init__(self, layer: GatedLayer) -> None:
         self.layer = layer
@@ -87,6 +102,7 @@ class FusedLayer:
             layer.soft_cap or 0.0,
             layer.residual,
         )
+        self.address = ctypes.addressof(self.structure)
 
     @classmethod
     def of(cls, layer: GatedLayer) -> "FusedLayer | None":

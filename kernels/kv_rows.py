@@ -1,7 +1,8 @@
 """The rows of a KV cache: one head of one token, in the cache's format.
 
-Floating-point rows are head_dim elements; fp8 is e4m3 (Micikevicius et al. 2022), in which what is larger than 448
-becomes 448. An int8 row is head_dim values and, in its last 4 bytes, their scale as
+Floating-point rows are head_dim elements. What is finite and beyond the largest of float16, 65,504, becomes that, not
+an infinity that would make whole rows of attention nothing; fp8 is e4m3 (Micikevicius et al. 2022), in which what is
+larger than 448 becomes 448. An int8 row is head_dim values and, in its last 4 bytes, their scale as
 float32: x = value * scale with scale = max |x| / 127, so |error| <= scale / 2. The scale lies with its values, so that
 whatever moves a row, be it a block, a head or a token, moves its scale.
 """
@@ -12,6 +13,7 @@ from torch import Tensor
 _SCALE_SIZE_BYTES = 4
 _LARGEST = 127.0
 _LARGEST_FP8 = 448.0  # of e4m3, which has no infinity
+_LARGEST_FLOAT16 = 65504.0
 
 
 def kv_torch_dtype(name: str) -> torch.dtype:
@@ -30,6 +32,8 @@ def pack_rows(values: Tensor, dtype: torch.dtype) -> Tensor:  # [..., head_dim] 
     if dtype is torch.float8_e4m3fn:
         values = values.float()
         return torch.where(values.isfinite(), values.clamp(-_LARGEST_FP8, _LARGEST_FP8), torch.nan).to(dtype)
+    if dtype is torch.float16 and values.dtype is not dtype:
+        return torch.where(values.isfinite(), values.clamp(-_LARGEST_FLOAT16, _LARGEST_FLOAT16), values).to(dtype)
     if dtype is not torch.int8:
         return values.to(dtype)
     values = values.float()

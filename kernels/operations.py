@@ -78,19 +78,19 @@ class Operations(Protocol):
         ...
 
     def fuse(self, layer: GatedLayer) -> FusedLayer | None:
-        """Lay a whole layer out for `run_layer`; None if it has to be run operation by operation."""
+        """Lay a whole layer out for `run_layers`; None if it has to be run operation by operation."""
         ...
 
-    def run_layer(
+    def run_layers(
         self,
-        fused: FusedLayer,
+        layers: Sequence[FusedLayer],
         hidden: Tensor,
-        rotation: Rotation | None,
-        kv_blocks: Tensor,
+        rotations: Sequence[Rotation | None],
+        kv_layers: Sequence[Tensor],
         slot_mapping: Tensor,
         spans: Any,
     ) -> None:
-        """Run a fused layer over a float32 cache; changes `hidden` in place."""
+        """Run fused layers; changes `hidden` in place."""
         ...
 
 
@@ -143,12 +143,12 @@ class TorchOperations:
     def fuse(self, layer: GatedLayer) -> FusedLayer | None:
         return None
 
-    def run_layer(
+    def run_layers(
         self,
-        fused: FusedLayer,
+        layers: Sequence[FusedLayer],
         hidden: Tensor,
-        rotation: Rotation | None,
-        kv_blocks: Tensor,
+        rotations: Sequence[Rotation | None],
+        kv_layers: Sequence[Tensor],
         slot_mapping: Tensor,
         spans: Any,
     ) -> None:

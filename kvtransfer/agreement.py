@@ -2,8 +2,9 @@
 
 The blocks on the wire are the receiver's in everything but the dtype: the sender cuts them to the receiver's block
 size and picks its heads. The dtype is the narrower one of the two, so that a value is rounded, or widened, at one end
-only, and no more bytes travel than one of them holds. `wire_dtype` int8 makes blocks of two wider ends travel as int8:
-the sender rounds them, the receiver widens them. Pure; both ends compute it, and the sender compares.
+only, and no more bytes travel than one of them holds. `wire_dtype` int8 makes blocks of two wider ends travel as int8
+where that is less: the sender rounds them, the receiver widens them. Pure; both ends compute it, and the sender
+compares.
 """
 
 from dataclasses import dataclass, field, replace
@@ -57,7 +58,7 @@ def agree(sender: KVLayout, receiver: KVLayout, wire_dtype: str, *, takes_shards
     if not heads or (heads != receiver.heads and not takes_shards):
         raise LayoutMismatch("head_range", _bounds(receiver.heads), _bounds(sender.heads))
     dtype = _narrower(sender, receiver)
-    if wire_dtype == "int8" and dtype != "fp8":  # which is narrower still
+    if wire_dtype == "int8" and _has_shorter_rows("int8", replace(receiver, dtype=dtype)):
         dtype = "int8"
     head_range = sender.head_range if heads == sender.heads else _bounds(heads)
     wire = replace(receiver, dtype=dtype, head_range=head_range)
@@ -74,6 +75,11 @@ def agree(sender: KVLayout, receiver: KVLayout, wire_dtype: str, *, takes_shards
 def _narrower(sender: KVLayout, receiver: KVLayout) -> str:
     """Of two dtypes with equally long rows (bfloat16 and float16) the receiver's."""
     return sender.dtype if sender.row_size_bytes < receiver.row_size_bytes else receiver.dtype
+
+
+def _has_shorter_rows(dtype: str, layout: KVLayout) -> bool:
+    """Whether a dtype makes less of rows: int8 has a scale besides, which outweighs it where heads are tiny."""
+    return replace(layout, dtype=dtype).row_size_bytes < layout.row_size_bytes
 
 
 def _bounds(heads: range) -> tuple[int, int]:

@@ -66,6 +66,12 @@ class BlockRun:
             return self, None
         return self.part(self.first_index, most), self.part(self.first_index + most, self.num_blocks - most)
 
+    def frames(self, most_bytes: int) -> Iterator[memoryview]:
+        """View the blocks in as few frames as there can be of at most so many bytes, or of one block."""
+        frame_bytes = max(1, most_bytes // self.block_size_bytes) * self.block_size_bytes
+        for start in range(0, self.buffer.nbytes, frame_bytes):
+            yield self.buffer[start : start + frame_bytes]
+
     def blocks(self) -> Iterator[memoryview]:
         """View each block by itself."""
         for start in range(0, self.buffer.nbytes, self.block_size_bytes):

@@ -6,6 +6,7 @@ long a living process may be too busy to say anything at all.
 """
 
 from dataclasses import dataclass
+from math import inf
 
 from pdserve.kvtransfer.agreement import WIRE_DTYPES
 from pdserve.kvtransfer.compression import COMPRESSIONS
@@ -71,8 +72,8 @@ class ReceiverConfig:
 
 def _check(config: SenderConfig | ReceiverConfig, positive: tuple[str, ...]) -> None:
     for name in ("lease_s", "max_silence_s", "handshake_timeout_s", "max_open_transfers", *positive):
-        if getattr(config, name) <= 0:
-            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+        if not 0 < getattr(config, name) < inf:  # also of what is no number
+            raise ValueError(f"{name} must be positive and finite, got {getattr(config, name)}")
     if not 0 <= config.linger_s <= 1:
         raise ValueError(f"linger_s must be in [0, 1], got {config.linger_s}")
     if config.max_open_transfers > MAX_TRANSFERS_PER_PEER:  # a heartbeat lists them all

@@ -18,10 +18,16 @@ class _Claim:
 
 
 class CreditGate:
-    """The sender's side of one connection. Invariant: credit in hand is never below zero."""
+    """The sender's side of one connection. Invariant: credit in hand is never below zero.
+
+    A claim takes no crumbs: while more is to come back it waits for half of what it asks for, or a quarter of the
+    window if that is less. What a window holds beyond whole messages would else go round and round as messages of a
+    block or two, each at the price of a whole one.
+    """
 
     def __init__(self) -> None:
         self._available_bytes = 0
+        self._lent_bytes = 0
         self._kept_bytes = 0
         self._waiting: deque[_Claim] = deque()
 
@@ -37,7 +43,7 @@ class CreditGate:
 
     def give(self, num_bytes: int) -> None:
         """Add credit from the receiver and serve who waits, in order."""
-        self._available_bytes += num_bytes
+        self._take_back(num_bytes)
         self._serve()
 
     def claim(self, unit_bytes: int, max_units: int) -> asyncio.Future[int]:
@@ -51,7 +57,7 @@ class CreditGate:
     def withdraw(self, future: asyncio.Future[int], unit_bytes: int) -> None:
         """Give a claim up; credit that it has got goes to the next."""
         if future.done() and not future.cancelled():
-            self._available_bytes += future.result() * unit_bytes
+            self._take_back(future.result() * unit_bytes)
         else:
             future.cancel()
         self._serve()
@@ -62,12 +68,19 @@ class CreditGate:
             if claim.future.cancelled():
                 self._waiting.popleft()
                 continue
-            num_units = min(claim.max_units, (self._available_bytes - self._kept_bytes) // claim.unit_bytes)
-            if num_units <= 0:
+            in_hand_bytes = self._available_bytes - self._kept_bytes
+            num_units = min(claim.max_units, in_hand_bytes // claim.unit_bytes)
+            num_units_in_window = (in_hand_bytes + self._lent_bytes) // claim.unit_bytes
+            if num_units < max(1, min(claim.max_units, num_units_in_window // 2) // 2):
                 return
             self._waiting.popleft()
             self._available_bytes -= num_units * claim.unit_bytes
+            self._lent_bytes += num_units * claim.unit_bytes
             claim.future.set_result(num_units)
+
+    def _take_back(self, num_bytes: int) -> None:
+        self._available_bytes += num_bytes
+        self._lent_bytes = max(0, self._lent_bytes - num_bytes)  # the first credit of a receiver was lent to nobody
 
 
 class CreditLedger:

@@ -1,7 +1,7 @@
 """How the bytes of blocks are written on the wire: as they are, or compressed. zstd needs the package `zstandard`."""
 
-import importlib.util
 from enum import StrEnum
+from functools import cache
 
 
 class Encoding(StrEnum):
@@ -11,9 +11,14 @@ class Encoding(StrEnum):
     ZSTD = "zstd"
 
 
+@cache
 def readable_encodings() -> tuple[str, ...]:
     """Return what this process can read."""
-    return (Encoding.RAW, Encoding.ZSTD) if importlib.util.find_spec("zstandard") else (Encoding.RAW,)
+    try:
+        import zstandard  # noqa: F401  # whether it is here and whole: only an import tells
+    except ImportError:
+        return (Encoding.RAW,)
+    return (Encoding.RAW, Encoding.ZSTD)
 
 
 def compress(block: memoryview) -> memoryview:

@@ -16,6 +16,11 @@ def text(max_length: int, min_length: int = 0) -> Check:
     return check
 
 
+def clip(value: str, max_length: int) -> str:
+    """Return the beginning of a text that has at most so many bytes in UTF-8."""
+    return value.encode("utf-8", "replace")[:max_length].decode("utf-8", "ignore")
+
+
 def one_of(*names: str) -> Check:
     """One of these names."""
 

@@ -21,6 +21,7 @@ from pdserve.kvtransfer.errors import FrameError
 from pdserve.kvtransfer.field_checks import Check, blob, flag, many, natural, naturals, one_of, text
 from pdserve.kvtransfer.header import MAX_BLOCKS_PER_TRANSFER as MAX_BLOCKS_PER_TRANSFER
 from pdserve.kvtransfer.header import MAX_HEADER_BYTES as MAX_HEADER_BYTES
+from pdserve.kvtransfer.header import MAX_ID_LENGTH as MAX_ID_LENGTH
 from pdserve.kvtransfer.header import MAX_METADATA_BYTES as MAX_METADATA_BYTES
 from pdserve.kvtransfer.header import MAX_TEXT_LENGTH as MAX_TEXT_LENGTH
 from pdserve.kvtransfer.header import unpack_header
@@ -29,14 +30,14 @@ from pdserve.kvtransfer.shared_ring import MAX_RING_SLOTS
 
 PROTOCOL_VERSION = 5
 MAX_BLOCKS_PER_MESSAGE = 1_024
+MAX_FRAME_BYTES = 4 * 1024 * 1024  # of payload, or one block if that is larger
 MAX_TRANSFERS_PER_PEER = 16_384
-MAX_ID_LENGTH = 128
 MAX_CODE_LENGTH = 64
 MAX_ENCODINGS = 8
 RING_TOKEN_BYTES = 16
 MAX_PROBE_BYTES = 1024 * 1024
 _MAX_HASH_BYTES = 64
-_MAX_DURATION_MS = 7 * 24 * 3_600_000
+MAX_DEADLINE_S = 7 * 24 * 3_600
 _UINT64 = 2**64 - 1
 
 
@@ -297,7 +298,7 @@ _CODE = text(MAX_CODE_LENGTH, min_length=1)
 _WIRE_DTYPE = one_of(*WIRE_DTYPES)
 _TEXT = text(MAX_TEXT_LENGTH)
 _GENERATION = natural(_UINT64)
-_DURATION = natural(_MAX_DURATION_MS)
+_DURATION = natural(MAX_DEADLINE_S * 1_000)
 _HASH = blob(_MAX_HASH_BYTES, min_length=16)
 _TOKEN = blob(RING_TOKEN_BYTES, min_length=RING_TOKEN_BYTES)
 _PLACES = naturals(MAX_RING_SLOTS - 1, MAX_RING_SLOTS)

@@ -1,9 +1,18 @@
-"""Whether a sender that says hello is one to talk to. Pure."""
+"""The first word of a connection: what a sender says, and whether it is one to talk to. Pure."""
 
 from pdserve.kvtransfer.agreement import Agreement, agree
+from pdserve.kvtransfer.config import SenderConfig
 from pdserve.kvtransfer.errors import FailureCode, TransferRefused
 from pdserve.kvtransfer.frames import Hello
 from pdserve.kvtransfer.layout import KVLayout
+from pdserve.kvtransfer.peer_address import PeerAddress, SenderIdentity
+
+
+def make_hello(identity: SenderIdentity, peer: PeerAddress, config: SenderConfig) -> Hello:
+    """Return what a sender says to a receiver."""
+    lease_ms = round(config.lease_s * 1000)
+    names = (identity.node_id, identity.incarnation, peer.node_id, peer.incarnation)
+    return Hello(*names, identity.layout, config.wire_dtype, lease_ms)
 
 
 def check_hello(hello: Hello, node_id: str, incarnation: str, layout: KVLayout, takes_shards: bool) -> Agreement:

@@ -9,6 +9,7 @@ from pdserve.kvtransfer.errors import FrameError, UnsupportedVersion
 MAX_HEADER_BYTES = 4 * 1024 * 1024
 MAX_METADATA_BYTES = 1024 * 1024
 MAX_TEXT_LENGTH = 1_024
+MAX_ID_LENGTH = 128
 MAX_BLOCKS_PER_TRANSFER = 65_536
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pdserve.kvtransfer.block_decoder import BlockDecoder, UnusableBlock
 from pdserve.kvtransfer.config import ReceiverConfig
 from pdserve.kvtransfer.errors import FailureCode, TransferRefused
+from pdserve.kvtransfer.field_checks import clip
 from pdserve.kvtransfer.frames import (
     MAX_CODE_LENGTH,
     MAX_TEXT_LENGTH,
@@ -324,8 +325,8 @@ def _indexes(needed: Iterable[int]) -> tuple[int, ...]:
 
 
 def _code(code: str) -> str:
-    return code[:MAX_CODE_LENGTH] or FailureCode.PROTOCOL
+    return clip(code, MAX_CODE_LENGTH) or FailureCode.PROTOCOL
 
 
 def _text(message: str) -> str:
-    return message.encode("utf-8", "replace")[:MAX_TEXT_LENGTH].decode("utf-8", "ignore")
+    return clip(message, MAX_TEXT_LENGTH)

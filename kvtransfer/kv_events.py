@@ -1,17 +1,19 @@
 """What a node's prefix cache holds, told to whoever indexes it, in the format of vLLM's KV events.
 
 A PUB socket sends `[topic, sequence, payload]`: the sequence is 8 bytes, big-endian, from 0; the payload is the msgpack
-of `[timestamp, events, data_parallel_rank]`, each event an array that begins with its name. Subscribers that missed
-something ask the replay ROUTER, from a REQ or DEALER, with `["", first sequence]` and get `["", sequence, payload]`
-for each batch that is still kept, then the sequence -1 with an empty payload.
+of `[timestamp, events, data_parallel_rank]`. Subscribers that missed something ask the replay ROUTER, from a REQ or
+DEALER, with `["", first sequence]` and get `["", sequence, payload]` for each batch that is still kept, then the
+sequence -1 with an empty payload. What differs between the versions of vLLM is a `KVEventFormat`.
 """
 
+import asyncio
 import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import StrEnum
 
 import msgpack  # type: ignore[import-untyped]  # ships no types
 import zmq
@@ -27,6 +29,14 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _CLOSE_TIMEOUT_S = 0.5
 _MAX_REQUEST_BYTES = 1_024
 _LOOPBACK = "tcp://127.0.0.1:0"
+_REPLAYED_PER_TURN = 64  # then others have theirs: a whole replay at once would hold the event loop up for a second
+
+
+class KVEventFormat(StrEnum):
+    """How an event is written."""
+
+    ARRAY = "array"  # its name, then its fields in order: vLLM up to 0.23, and routers that read every version
+    MAP = "map"  # fields by name, the event's own under "type", and the topic in replays too: vLLM from 0.26 on
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,7 @@ class BlockStored:
     block_size: int
     lora_id: int | None = None
     medium: str | None = None  # None: the device
+    lora_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,7 @@ class KVEventConfig:
     endpoint: str = _LOOPBACK
     replay_endpoint: str = _LOOPBACK
     topic: str = ""
+    format: KVEventFormat = KVEventFormat.ARRAY
     data_parallel_rank: int | None = None
     max_kept_batches: int = 10_000
     max_queued_batches: int = 10_000  # for a subscriber that does not read; it loses what is beyond
@@ -103,9 +115,12 @@ class KVEventPublisher:
             if config.curve is not None:
                 context = await stack.enter_async_context(guarded_context(config.curve, _ignore))
             publisher, replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+            # A whole replay and the word that ends it fit into the queue of who asks; who is full or gone is an error.
+            replay.setsockopt(zmq.SNDHWM, config.max_kept_batches + 1)
+            replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            publisher.setsockopt(zmq.SNDHWM, config.max_queued_batches)
             for socket, endpoint in ((publisher, config.endpoint), (replay, config.replay_endpoint)):
                 stack.callback(socket.close, linger=0)
-                socket.setsockopt(zmq.SNDHWM, config.max_queued_batches)
                 socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
                 socket.setsockopt(zmq.IPV6, int("[" in endpoint))
                 if config.curve is not None:
@@ -128,7 +143,8 @@ class KVEventPublisher:
         assert self._publisher is not None
         sequence = self._next_sequence
         self._next_sequence += 1
-        batch = [self._clock(), [_to_wire(event) for event in events], self._config.data_parallel_rank]
+        written = [_to_wire(event, self._config.format) for event in events]
+        batch = [self._clock(), written, self._config.data_parallel_rank]
         payload: bytes = msgpack.packb(batch)
         self._kept.append((sequence, payload))
         send_now(self._publisher, [self._topic, sequence.to_bytes(8, "big"), payload])
@@ -146,31 +162,26 @@ class KVEventPublisher:
             if len(request) != 2 or request[0] != b"" or len(request[1]) != 8:
                 logger.warning("a replay request is an empty frame and 8 bytes of sequence")
                 continue
-            first = int.from_bytes(request[1], "big")
-            batches = [(seq.to_bytes(8, "big"), payload) for seq, payload in self._kept if seq >= first]
             try:
-                for sequence, payload in (*batches, (END_OF_REPLAY, b"")):
-                    send_now(socket, [identity, b"", sequence, payload])
+                await self._answer(socket, identity, int.from_bytes(request[1], "big"))
             except zmq.ZMQError as error:
                 logger.warning("a replay was cut short: %s", error)
 
+    async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, first: int) -> None:
+        is_map = self._config.format is KVEventFormat.MAP
+        head, last = ([identity, b"", self._topic], [identity, b"", b""]) if is_map else ([identity, b""],) * 2
+        batches = [(sequence, payload) for sequence, payload in self._kept if sequence >= first]
+        for start in range(0, len(batches), _REPLAYED_PER_TURN):
+            for sequence, payload in batches[start : start + _REPLAYED_PER_TURN]:
+                send_now(socket, [*head, sequence.to_bytes(8, "big"), payload])
+            await asyncio.sleep(0)
+        send_now(socket, [*last, END_OF_REPLAY, b""])
 
-def _to_wire(event: KVEvent) -> list[object]:
-    match event:
-        case BlockStored():
-            return [
-                "BlockStored",
-                event.block_hashes,
-                event.parent_block_hash,
-                event.token_ids,
-                event.block_size,
-                event.lora_id,
-                event.medium,
-            ]
-        case BlockRemoved():
-            return ["BlockRemoved", event.block_hashes, event.medium]
-        case AllBlocksCleared():
-            return ["AllBlocksCleared"]
+
+def _to_wire(event: KVEvent, kind: KVEventFormat) -> list[object] | dict[str, object]:
+    name = type(event).__name__
+    values = {each.name: getattr(event, each.name) for each in fields(event)}  # in vLLM's order
+    return {"type": name, **values} if kind is KVEventFormat.MAP else [name, *values.values()]
 
 
 def _ignore() -> None:

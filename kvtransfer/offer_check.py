@@ -15,7 +15,8 @@ def refusal_of(
 ) -> TransferRefused | None:
     """Return why an offer cannot be taken while others are open; None if it can."""
     if (offer.transfer_id, first_head) in open_keys:
-        return TransferRefused(FailureCode.DUPLICATE_TRANSFER, "a transfer of this id is open here")
+        # It may be the last start's of a sender, which is just being released: then the same may be offered again.
+        return TransferRefused(FailureCode.DUPLICATE_TRANSFER, "a transfer of this id is open here", retryable=True)
     if len(open_keys) >= config.max_open_transfers:
         return TransferRefused(FailureCode.OVERLOADED, f"{len(open_keys)} transfers are open", retryable=True)
     num_blocks = layout.num_blocks(offer.num_tokens)

@@ -15,9 +15,20 @@ from pdserve.kvtransfer.compression import CompressionPolicy
 from pdserve.kvtransfer.counters import TransferCounters
 from pdserve.kvtransfer.credit import CreditGate
 from pdserve.kvtransfer.encoding import Encoding
-from pdserve.kvtransfer.errors import TransferError, TransferRefused
+from pdserve.kvtransfer.errors import FailureCode, TransferError, TransferRefused
+from pdserve.kvtransfer.field_checks import clip
 from pdserve.kvtransfer.flight_window import FlightWindow
-from pdserve.kvtransfer.frames import MAX_BLOCKS_PER_MESSAGE, MAX_METADATA_BYTES, Abort, Blocks, Done, Message
+from pdserve.kvtransfer.frames import (
+    MAX_BLOCKS_PER_MESSAGE,
+    MAX_CODE_LENGTH,
+    MAX_FRAME_BYTES,
+    MAX_METADATA_BYTES,
+    MAX_TEXT_LENGTH,
+    Abort,
+    Blocks,
+    Done,
+    Message,
+)
 from pdserve.kvtransfer.outgoing_session import (
     AnnounceGrant,
     End,
@@ -146,6 +157,14 @@ class OutgoingTransfer:
         can_cut = self._link.agreement.piece_size_bytes < self._block_size_bytes
         return can_cut and not self._link.policy.is_compressing
 
+    def are_layers_due(self, indexes: Iterable[int], num_layers: int, least_shared_bytes: int) -> bool:
+        """Whether to send the first layers of blocks now: over shared memory once they are so many bytes."""
+        if self._link.ring is None:
+            return True
+        end = num_layers * self._link.agreement.piece_size_bytes
+        nums_sent = (self._num_bytes_sent(index) for index in indexes)
+        return sum(max(0, end - num_sent) for num_sent in nums_sent if num_sent is not None) >= least_shared_bytes
+
     async def send_layers(self, blocks: Iterable[tuple[int, bytes | memoryview]], num_layers: int) -> None:
         """Send the first layers of blocks of which the others are not final yet, unless they have been sent.
 
@@ -207,7 +226,8 @@ class OutgoingTransfer:
                     self._marks.granted(self._loop.time())
                     self._answered.set()
                 case SendAbort(code, message):
-                    self._link.send(Abort(self.transfer_id, self.generation, code, message))
+                    why = clip(code, MAX_CODE_LENGTH) or FailureCode.PROTOCOL, clip(message, MAX_TEXT_LENGTH)
+                    self._link.send(Abort(self.transfer_id, self.generation, *why))
                 case End(error):
                     self._end(error)
 
@@ -325,7 +345,9 @@ class OutgoingTransfer:
             tuple(block.nbytes for block in blocks),
             checksums,
         )
-        frames = [run.buffer for run in runs] if encoding == Encoding.RAW else blocks
+        frames = (
+            [frame for run in runs for frame in run.frames(MAX_FRAME_BYTES)] if encoding == Encoding.RAW else blocks
+        )
         self._link.send(header, () if places else frames)
         num_bytes = sum(header.sizes)
         policy.meter.sent(len(indexes) * length, num_bytes, self._loop.time())

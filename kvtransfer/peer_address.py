@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pdserve.kvtransfer.header import MAX_ID_LENGTH
 from pdserve.kvtransfer.layout import KVLayout
 
 
@@ -14,6 +15,9 @@ class PeerAddress:
     incarnation: str
     public_key: str | None = None  # with CURVE; None: the sender's own pair, which all nodes share
 
+    def __post_init__(self) -> None:
+        check_node(self.node_id, self.incarnation)
+
 
 @dataclass(frozen=True, slots=True)
 class SenderIdentity:
@@ -22,6 +26,9 @@ class SenderIdentity:
     node_id: str
     incarnation: str
     layout: KVLayout
+
+    def __post_init__(self) -> None:
+        check_node(self.node_id, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +40,14 @@ class OfferTerms:
     num_tokens: int
     deadline: float  # monotonic
     label: str = ""
+
+
+def check_node(node_id: str, incarnation: str) -> None:
+    """Check that a node's names can be said in a handshake.
+
+    Raises:
+        ValueError: one cannot.
+    """
+    for name, value in (("node_id", node_id), ("incarnation", incarnation)):
+        if not 0 < len(value.encode("utf-8")) <= MAX_ID_LENGTH:
+            raise ValueError(f"{name} must be text of 1..{MAX_ID_LENGTH} bytes, got {value[:MAX_ID_LENGTH]!r}")

@@ -35,7 +35,6 @@ from pdserve.kvtransfer.frames import (
     DoneAck,
     Grant,
     Heartbeat,
-    Hello,
     Message,
     Offer,
     ProbeAck,
@@ -45,6 +44,7 @@ from pdserve.kvtransfer.frames import (
     decode,
     encode,
 )
+from pdserve.kvtransfer.greeting import make_hello
 from pdserve.kvtransfer.layout import KVLayout
 from pdserve.kvtransfer.message_port import MessagePort
 from pdserve.kvtransfer.outgoing import OutgoingTransfer
@@ -67,8 +67,9 @@ from pdserve.kvtransfer.sockets import fastest_way, open_dealer, open_monitor
 logger = logging.getLogger(__name__)
 
 _REFUSED_EVENTS = frozenset({zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH})
-_LOST_EVENTS = (
-    zmq.EVENT_DISCONNECTED
+_WATCHED_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -103,6 +104,7 @@ class PeerConnection:
         self._transfer_ids: set[str] = set()
         self._next_generation = 1
         self.credit_bytes = 0
+        self._is_reached = False  # somebody listens there
         self._is_welcome = False
         self._decided = asyncio.Event()  # the handshake is through, or the connection lost
         self._settled = asyncio.Event()  # and so is whether both ends share memory
@@ -125,11 +127,11 @@ class PeerConnection:
         if self._config.uses_shortcuts:
             endpoint = fastest_way(endpoint, self.peer.incarnation)
         socket = open_dealer(context, endpoint, self._config, server_key)
-        monitor = open_monitor(context, socket, _LOST_EVENTS)
+        monitor = open_monitor(context, socket, _WATCHED_EVENTS)
         try:
             self._port = port = MessagePort(socket)
             socket.connect(endpoint)
-            self.send(self._hello())
+            self.send(make_hello(self._identity, self.peer, self._config))
             async with asyncio.TaskGroup() as group:
                 loops = [
                     group.create_task(port.run(self._read), name="kv-sender-read"),
@@ -199,6 +201,10 @@ class PeerConnection:
         if self._error is not None:
             return
         self._error = error
+        if (
+            not self._is_welcome and error.code != FailureCode.CLOSING
+        ):  # transfers, of which there are none, count theirs
+            self.counters.count_failure(error.code, "refused")
         self._on_lost(self)
         for transfer in list(self._transfers.values()):
             transfer.handle(ConnectionLost(error))
@@ -221,17 +227,6 @@ class PeerConnection:
         if self._config.on_span is not None:
             self._config.on_span(transfer.span(self.peer.node_id))
 
-    def _hello(self) -> Hello:
-        return Hello(
-            self._identity.node_id,
-            self._identity.incarnation,
-            self.peer.node_id,
-            self.peer.incarnation,
-            self._identity.layout,
-            self._config.wire_dtype,
-            round(self._config.lease_s * 1000),
-        )
-
     def _send_frames(self, frames: Sequence[bytes | memoryview]) -> None:
         if self._port is None or self._error is not None:
             return
@@ -245,7 +240,8 @@ class PeerConnection:
         self._receive(decode(header.buffer, len(payloads)))
 
     async def _watch(self, monitor: zmq.asyncio.Socket, port: MessagePort) -> None:
-        event = parse_monitor_message(await monitor.recv_multipart())
+        while (event := parse_monitor_message(await monitor.recv_multipart()))["event"] == zmq.EVENT_CONNECTED:
+            self._is_reached = True
         await port.wait_all_read()  # the last word of a receiver that closes may be an acknowledgement
         name = zmq.Event(event["event"]).name or "unknown event"
         if event["event"] in _REFUSED_EVENTS:
@@ -257,14 +253,19 @@ class PeerConnection:
 
     def _hint(self) -> str:
         """What to look at first; a receiver hangs up on a stranger without a reason, in any of several ways."""
-        return "" if self._is_welcome else "; perhaps the keys of both ends differ, or one has none"
+        if self._is_welcome:
+            return ""
+        if not self._is_reached:
+            return "; nobody listens there"
+        return "; perhaps the keys of both ends differ, or one has none"
 
     async def _keep_alive(self) -> None:
         try:
             async with asyncio.timeout(self._config.handshake_timeout_s):
                 await self._decided.wait()
         except TimeoutError:
-            self.lose(PeerLost(f"{self.peer.endpoint} did not answer the handshake{self._hint()}"))
+            why = "; it listens, and is stopped, too busy, or no receiver" if self._is_reached else self._hint()
+            self.lose(PeerLost(f"{self.peer.endpoint} did not answer the handshake{why}"))
             return
         max_silence_s = self._config.max_silence_s
         interval_s = min(self._lease_s, max_silence_s) / 3
@@ -284,9 +285,12 @@ class PeerConnection:
         await self._decided.wait()
         wire = self.agreement.wire
         self.ring = await share_memory(self._ring_offer, self._config, self.credit_bytes, wire, self.counters)
-        # What is under way should find room in the ring, and two messages are always: one lands, one follows.
+        # What is under way should find room in the ring, and two messages are always: one lands, one follows. Frames
+        # take the time of a copy on their way, so of these a third follows.
         most = self.credit_bytes if self.ring is None else min(self.ring.shape.size_bytes, self.credit_bytes)
-        self.window = FlightWindow(max(LEAST_BYTES, 2 * self.max_message_bytes, 2 * wire.block_size_bytes), most)
+        message_bytes = max(self.max_message_bytes, wire.block_size_bytes)
+        num_messages = 3 if self.ring is None else 2
+        self.window = FlightWindow(max(LEAST_BYTES, num_messages * message_bytes), most)
         self.gate.keep(self.credit_bytes - self.window.size_bytes)
         self._settled.set()
 

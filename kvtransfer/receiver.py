@@ -8,10 +8,12 @@ from hmac import compare_digest
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from pdserve.kvtransfer.config import ReceiverConfig
 from pdserve.kvtransfer.counters import PeerBook, PeerCounts, TransferCounts
 from pdserve.kvtransfer.errors import FailureCode, FrameError, TransferError, TransferRefused, UnsupportedVersion
+from pdserve.kvtransfer.field_checks import clip
 from pdserve.kvtransfer.frames import (
     MAX_BLOCKS_PER_MESSAGE,
     MAX_TEXT_LENGTH,
@@ -40,6 +42,7 @@ from pdserve.kvtransfer.incoming_session import (
 from pdserve.kvtransfer.layout import KVLayout
 from pdserve.kvtransfer.message_port import MessagePort
 from pdserve.kvtransfer.offer_check import TransferKey, refusal_of
+from pdserve.kvtransfer.peer_address import check_node
 from pdserve.kvtransfer.ring_door import RingDoor
 from pdserve.kvtransfer.sending_peer import SendingPeer
 from pdserve.kvtransfer.shard_gathering import ShardSink, gathering
@@ -106,8 +109,10 @@ class BlockReceiver:
         """Listen on `endpoint` (loopback unless told otherwise; port 0 takes a free one) until the block is left.
 
         Raises:
-            ValueError: the endpoint is open to other machines, and the config has no keys and no `allow_plaintext`.
+            ValueError: the endpoint is open to other machines, and the config has no keys and no `allow_plaintext`; or
+                a name of the node is empty or too long.
         """
+        check_node(node_id, incarnation)
         receiver = cls(node_id=node_id, incarnation=incarnation, layout=layout, sink=sink, config=config)
         config = receiver._config
         on_stranger = receiver._count_stranger
@@ -190,8 +195,10 @@ class BlockReceiver:
         out."""
         loop = asyncio.get_running_loop()
         while True:
-            await monitor.recv_multipart()
-            loop.call_later(_PROBE_DELAY_S, self._probe)
+            if parse_monitor_message(await monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
+                loop.call_later(_PROBE_DELAY_S, self._probe)
+            else:
+                self._count_stranger()
 
     def _probe(self) -> None:
         for peer in list(self._peers.values()):
@@ -373,8 +380,7 @@ class BlockReceiver:
             self._transfers[transfer_id, peer.first_head].post(PeerVanished(message, code))
 
     def _refuse(self, identity: bytes, code: str, message: str) -> None:
-        text = message.encode("utf-8", "replace")[:MAX_TEXT_LENGTH].decode("utf-8", "ignore")
-        self._send_frames(identity, Refused(code, text, self._layout))
+        self._send_frames(identity, Refused(code, clip(message, MAX_TEXT_LENGTH), self._layout))
 
     def _send(self, peer: SendingPeer, message: Message) -> None:
         if not peer.dropped.is_set() and not self._send_frames(peer.identity, message):

@@ -1,8 +1,9 @@
 """The rows of KV blocks in each dtype: what they mean, and how one dtype becomes another. Needs numpy.
 
 Bounds of one conversion: to bfloat16 and float16 the nearest value (relative error 2**-8 and 2**-11 in their normal
-range), to int8 half a scale (max |x| / 254), to fp8 (e4m3) 2**-4 in its normal range from 2**-6 to 448; to a wider
-dtype none.
+range; float16 at most 65504), to int8 half a scale (max |x| / 254), to fp8 (e4m3) 2**-4 in its normal range from 2**-6
+to 448. To a wider dtype none, but from int8: value * scale has more digits than bfloat16 and float16 hold, and is
+rounded as above.
 """
 
 import numpy as np
@@ -58,8 +59,9 @@ def _encode(values: Floats, dtype: str) -> Bytes:
         case "bfloat16":
             return _bfloat16(values).view(np.uint8)
         case "float16":
-            with np.errstate(over="ignore"):  # beyond 65504 is infinite, as everywhere
-                return values.astype("<f2").view(np.uint8)
+            largest = np.float32(65504)
+            kept = np.where(np.isfinite(values), np.clip(values, -largest, largest), values)
+            return kept.astype("<f2").view(np.uint8)
         case "fp8":
             return _fp8(values)
         case _:

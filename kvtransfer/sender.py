@@ -15,6 +15,7 @@ from pdserve.kvtransfer.errors import (
     TransferRefused,
     TransferTimeout,
 )
+from pdserve.kvtransfer.frames import MAX_DEADLINE_S
 from pdserve.kvtransfer.layout import KVLayout
 from pdserve.kvtransfer.outgoing import OutgoingTransfer
 from pdserve.kvtransfer.peer_address import OfferTerms, PeerAddress, SenderIdentity
@@ -97,8 +98,11 @@ class BlockSender:
 
         Raises:
             LayoutMismatch, TransferRefused, PeerLost, TransferTimeout: there is no transfer.
-            ValueError: the number of hashes is not the number of blocks of `num_tokens`.
+            ValueError: the number of hashes is not the number of blocks of `num_tokens`, or `deadline_s` is more than
+                MAX_DEADLINE_S.
         """
+        if not deadline_s <= MAX_DEADLINE_S:  # also of what is no number
+            raise ValueError(f"deadline_s must be at most {MAX_DEADLINE_S}, got {deadline_s}")
         block_size = self._identity.layout.block_size
         if not callable(block_hashes):
             _check_number(block_hashes, num_tokens, block_size)

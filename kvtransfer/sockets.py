@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from pdserve.kvtransfer.config import ReceiverConfig, SenderConfig
 from pdserve.kvtransfer.curve_keys import CurveKeys
-from pdserve.kvtransfer.frames import MAX_HEADER_BYTES
+from pdserve.kvtransfer.frames import MAX_FRAME_BYTES, MAX_HEADER_BYTES
 from pdserve.kvtransfer.layout import KVLayout
 from pdserve.kvtransfer.task_set import TaskSet
 from pdserve.kvtransfer.zap import ZAP_DOMAIN, KeyAuthenticator
@@ -29,6 +29,8 @@ _ROUTER_QUEUE_MESSAGES = 4_096
 # of the processor's cache and comes back from memory: blocks of 720 KiB took 1.3 times the processor time. Unix sockets
 # have a small one of themselves.
 _LOCAL_SEND_BUFFER_BYTES = 256 * 1024
+
+_STRANGERS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 # A socket that must not reconnect: with -1, ZeroMQ's own word for never, it would throw away what had arrived when the
 # connection ended and was not read yet. By then the socket is long closed.
@@ -66,7 +68,8 @@ async def listening(
     """Bind a receiver's socket; yield it, the monitor of its lost connections, and its address.
 
     Sending to a peer that is gone fails, and a peer that sends a frame larger than a header or a block is
-    disconnected. With keys the socket lives in a context of its own, for a context has one authenticator.
+    disconnected. With keys the socket lives in a context of its own, for a context has one authenticator, and the
+    monitor tells as well of those who come without one: the authenticator is asked about well-made keys only.
 
     Raises:
         ValueError: the endpoint is open to other machines and there are no keys.
@@ -77,7 +80,7 @@ async def listening(
             context = await stack.enter_async_context(guarded_context(config.curve, on_stranger))
         socket = _open_router(context, endpoint, layout, config)
         stack.callback(socket.close, linger=round(config.linger_s * 1000))
-        monitor = open_monitor(context, socket, zmq.EVENT_DISCONNECTED)
+        monitor = open_monitor(context, socket, zmq.EVENT_DISCONNECTED | (0 if config.curve is None else _STRANGERS))
         stack.callback(monitor.close, linger=0)
         stack.callback(socket.disable_monitor)
         socket.bind(endpoint)
@@ -190,7 +193,7 @@ def _open_router(
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.RCVHWM, _ROUTER_QUEUE_MESSAGES)
     socket.setsockopt(zmq.SNDHWM, _ROUTER_QUEUE_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_BYTES, layout.block_size_bytes))
+    socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_BYTES, MAX_FRAME_BYTES, layout.block_size_bytes))
     socket.setsockopt(zmq.HANDSHAKE_IVL, round(config.handshake_timeout_s * 1000))
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     _watch_peer(socket, config.lease_s)

@@ -13,12 +13,13 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import zmq.asyncio
 from hypothesis import HealthCheck, settings
 
-from pdserve.cli.embedded_redis import find_redis_server
+from pdserve.cli.embedded_redis import find_redis_server, temp_dir_for_sockets
 from pdserve.cli.errors import CliError
 from pdserve.control.redis_connection import RedisConnection, connect
 from pdserve.engine.model_source import resolve_model
@@ -28,6 +29,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Triton kernels run in its interpreter, on tensors of the CPU; TRITON_INTERPRET=0 runs them on a GPU. Read when triton
 # is loaded, which other libraries may do.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What the tests serve is on this machine, and clients that heed a proxy of yours must not ask it for that.
+for _name in ("no_proxy", "NO_PROXY"):
+    os.environ[_name] = ",".join(filter(None, (os.environ.get(_name), "127.0.0.1", "localhost")))
+for _name in ("all_proxy", "ALL_PROXY"):
+    os.environ.pop(_name, None)  # beside a SOCKS proxy openai's client is not even made
 
 # The same code gets the same verdict, on a busy machine too; HYPOTHESIS_PROFILE=explore looks at other examples.
 settings.register_profile("repeat", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -77,8 +84,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     def make(model_type: str = "llama", seed: int = 0, **overrides: Any) -> Path:
         key = repr((model_type, seed, sorted(overrides.items(), key=lambda item: item[0])))
         if key not in made:
-            made[key] = tmp_path_factory.mktemp(model_type)
-            _save_checkpoint(made[key], model_type, seed, {**_SHAPE, **overrides})
+            folder = tmp_path_factory.mktemp(model_type)
+            _save_checkpoint(folder, model_type, seed, {**_SHAPE, **overrides})
+            made[key] = folder  # not before it is whole: a test may run out of time on the way
         return made[key]
 
     return make
@@ -116,7 +124,7 @@ class RedisServer:
 
     def __init__(self, folder: Path) -> None:
         self.socket_path = folder / "redis.sock"
-        self.url = f"unix://{self.socket_path}"
+        self.url = f"unix://{quote(str(self.socket_path))}"
         self._log = folder / "redis.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -166,7 +174,7 @@ def redis_server_binary() -> str:
 @pytest.fixture(scope="session")
 def redis_folder() -> Iterator[Path]:
     # Not tmp_path: a Unix socket's path has at most 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="pdserve-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pdserve-", dir=temp_dir_for_sockets()) as folder:
         yield Path(folder)
 
 
@@ -189,7 +197,7 @@ async def redis(shared_redis: RedisServer) -> AsyncIterator[RedisConnection]:
 
 @pytest.fixture
 async def own_redis() -> AsyncIterator[RedisServer]:
-    with tempfile.TemporaryDirectory(prefix="pdserve-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pdserve-", dir=temp_dir_for_sockets()) as folder:
         server = RedisServer(Path(folder))
         server.start()
         await server.wait_ready()

@@ -22,6 +22,8 @@ OURS = {
     "pdserve-alike": ("--dtype", "auto", "--prefill-niceness", "0"),
     "pdserve-unshared": ("--dtype", "auto", "--no-share-cores"),
     "pdserve-colocated": ("--dtype", "auto", "--prefill-nodes", "0"),
+    "pdserve-colocated-b128": ("--dtype", "auto", "--prefill-nodes", "0", "--max-num-batched-tokens", "128"),
+    "pdserve-colocated-tpot40": ("--dtype", "auto", "--prefill-nodes", "0", "--tpot-target-ms", "40"),
 }
 TYPES = {
     "llamacpp": ("q8_0", "f16", "f32"),

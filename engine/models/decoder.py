@@ -1,8 +1,9 @@
 """A decoder over a paged KV cache, written once for every family that `architectures` describes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,10 @@ from pdserve.engine.models.layer_weights import (
 )
 from pdserve.engine.models.rope import RotaryEmbedding, RotaryEmbeddings
 from pdserve.kernels.experts import choose_experts, mix_experts
+from pdserve.kernels.fused_layer import FusedLayer
 from pdserve.kernels.operations import Operations
+
+_FEW_TOKENS = 64  # a step of so few is soon over: nobody stops it between two layers
 
 
 def _gelu_tanh(rows: Tensor) -> Tensor:
@@ -41,6 +45,15 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class _Step(NamedTuple):
+    """What the layers of a step are given: of each its rotation and its cache, for all the slots and the spans."""
+
+    rotations: Sequence[tuple[Tensor, Tensor] | None]
+    kv_layers: Sequence[Tensor]
+    slot_mapping: Tensor
+    spans: Any
+
+
 class Decoder:
     """Token ids in, logits of the wanted rows out; owns weights and rotations, not the cache."""
 
@@ -53,10 +66,12 @@ class Decoder:
         self.is_interrupted = False  # set from another thread: nobody wants the result any more
         self._weights = weights
         self._activation = _ACTIVATIONS[config.activation]
-        self._fused = tuple(
+        fused = [
             fuse_layer(config, shape, layer, operations)
             for shape, layer in zip(config.layers, weights.layers, strict=True)
-        )
+        ]
+        # Of each layer: it and those that follow it as far as they are fused, which run in one call.
+        self._fused_runs = [_until_none(fused[index:]) for index in range(len(fused))]
         # The scale is rounded as the embedding is: what the reference computes with in 16 bits.
         self._embedding_scale = torch.tensor(config.multipliers.embedding, dtype=weights.lm_head.dtype)
 
@@ -72,30 +87,23 @@ class Decoder:
         hidden = self._operations.embed(model_input.token_ids, self._weights.embedding)
         if self.config.multipliers.embedding != 1.0:
             hidden = hidden * self._embedding_scale
-        rotations = self.rotary.rotations(model_input.positions, model_input.rope_lengths, hidden.dtype)
-        spans = model_input.layout or self._operations.prepare(model_input.spans)
-        residual_multiplier = self.config.multipliers.residual
-        for index, (shape, layer) in enumerate(zip(self.config.layers, self._weights.layers, strict=True)):
+        step = self._step(model_input, kv_cache, hidden.dtype)
+        most = self.config.num_layers if on_layer is None and len(hidden) <= _FEW_TOKENS else 1
+        index = 0
+        while index < self.config.num_layers:
             if self.is_interrupted:
                 raise StepInterrupted("the engine is told to end")
             if on_layer is not None:
                 on_layer(index)
-            rotation = None if shape.rope is None else rotations[shape.rope]
-            fused, kv_blocks = self._fused[index], kv_cache.layer(index)
-            if fused is not None and kv_blocks.dtype is torch.float32:
-                self._operations.run_layer(fused, hidden, rotation, kv_blocks, model_input.slot_mapping, spans)
-                continue
-            normed = self._norm(hidden, layer.attention_input_norm)
-            heads = self._heads(layer, normed)
-            query = self._operations.rope_store(heads, rotation, kv_blocks, model_input.slot_mapping)
-            attended = self._attention(layer, shape, query, kv_blocks, spans)
-            attended = self._norm(attended, layer.attention_output_norm)
-            if self.config.is_parallel:
-                hidden = hidden + attended + self._feed_forward(layer, normed)
-                continue
-            hidden = torch.add(hidden, attended, alpha=residual_multiplier)
-            fed = self._feed_forward(layer, self._norm(hidden, layer.mlp_input_norm))
-            hidden = torch.add(hidden, self._norm(fed, layer.mlp_output_norm), alpha=residual_multiplier)
+            fused = self._fused_runs[index][:most]
+            if fused:
+                end = index + len(fused)
+                rotations, kv_layers = step.rotations[index:end], step.kv_layers[index:end]
+                self._operations.run_layers(fused, hidden, rotations, kv_layers, step.slot_mapping, step.spans)
+                index = end
+            else:
+                hidden = self._run_layer(index, hidden, step)
+                index += 1
         if on_layer is not None:
             on_layer(self.config.num_layers)
         return hidden
@@ -114,6 +122,30 @@ class Decoder:
     def cache_salt(self, num_prompt_tokens: int) -> str:
         """Return what prefix sharing must be keyed by besides tokens and tenant."""
         return self.rotary.cache_salt(num_prompt_tokens)
+
+    def _step(self, model_input: ModelInput, kv_cache: KVCache, dtype: torch.dtype) -> "_Step":
+        rotations = self.rotary.rotations(model_input.positions, model_input.rope_lengths, dtype)
+        return _Step(
+            [None if shape.rope is None else rotations[shape.rope] for shape in self.config.layers],
+            [kv_cache.layer(index) for index in range(self.config.num_layers)],
+            model_input.slot_mapping,
+            model_input.layout or self._operations.prepare(model_input.spans),
+        )
+
+    def _run_layer(self, index: int, hidden: Tensor, step: "_Step") -> Tensor:
+        """Compute one layer operation by operation."""
+        shape, layer, kv_blocks = self.config.layers[index], self._weights.layers[index], step.kv_layers[index]
+        residual_multiplier = self.config.multipliers.residual
+        normed = self._norm(hidden, layer.attention_input_norm)
+        heads = self._heads(layer, normed)
+        query = self._operations.rope_store(heads, step.rotations[index], kv_blocks, step.slot_mapping)
+        attended = self._attention(layer, shape, query, kv_blocks, step.spans)
+        attended = self._norm(attended, layer.attention_output_norm)
+        if self.config.is_parallel:
+            return hidden + attended + self._feed_forward(layer, normed)
+        hidden = torch.add(hidden, attended, alpha=residual_multiplier)
+        fed = self._feed_forward(layer, self._norm(hidden, layer.mlp_input_norm))
+        return torch.add(hidden, self._norm(fed, layer.mlp_output_norm), alpha=residual_multiplier)
 
     def _heads(self, layer: LayerWeights, normed: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values."""
@@ -178,6 +210,10 @@ class Decoder:
             return mixed
         openness = torch.sigmoid(self._operations.linear(normed, experts.shared_gate, None))
         return mixed + openness * self._mlp(experts.shared, normed)
+
+
+def _until_none(layers: Sequence[FusedLayer | None]) -> tuple[FusedLayer, ...]:
+    return tuple(layer for layer in takewhile(lambda each: each is not None, layers) if layer is not None)
 
 
 def build_rotary(config: DecoderConfig, max_len: int, device: torch.device) -> RotaryEmbeddings:

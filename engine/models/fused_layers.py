@@ -11,7 +11,7 @@ from pdserve.kernels.operations import Operations
 def fuse_layer(
     config: DecoderConfig, shape: LayerShape, layer: LayerWeights, operations: Operations
 ) -> FusedLayer | None:
-    """Return the layer for `Operations.run_layer`; None if it is of another shape, or the operations fuse nothing."""
+    """Return the layer for `Operations.run_layers`; None if it is of another shape, or the operations fuse nothing."""
     before, between, mlp = layer.attention_input_norm, layer.mlp_input_norm, layer.mlp
     is_plain = (
         config.head_norm is HeadNorm.NONE

@@ -156,12 +156,12 @@ class TritonOperations:
     def fuse(self, layer: GatedLayer) -> FusedLayer | None:
         return None
 
-    def run_layer(
+    def run_layers(
         self,
-        fused: FusedLayer,
+        layers: Sequence[FusedLayer],
         hidden: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
-        kv_blocks: Tensor,
+        rotations: Sequence[tuple[Tensor, Tensor] | None],
+        kv_layers: Sequence[Tensor],
         slot_mapping: Tensor,
         spans: Any,
     ) -> None:

@@ -111,4 +111,7 @@ def write(values, scales, offsets, dims, rows, mask, HEAD_DIM: tl.constexpr, FOR
     elif FORMAT == "fp8":
         tl.store(values + offsets[:, None] + dims[None, :], to_fp8(rows), mask=inside)
     else:
+        if values.dtype.element_ty == tl.float16:  # what is finite stays so
+            kept = tl.minimum(tl.maximum(rows, -65504.0), 65504.0)
+            rows = tl.where(tl.abs(rows) < float("inf"), kept, rows)
         tl.store(values + offsets[:, None] + dims[None, :], rows.to(values.dtype.element_ty), mask=inside)

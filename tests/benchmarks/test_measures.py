@@ -94,11 +94,12 @@ def test_a_tenth_may_miss(load: Load) -> None:
 
 
 def test_a_trace_is_stretched_to_the_rate_with_the_same_lengths_and_other_prompts(load: Load) -> None:
-    trace = Path(__file__).parents[2] / "benchmarks" / "data" / "azure_conversation_2023_first300.csv"
-    requests = load("goodput").TraceRequests(trace, 50, 8.0, seed=3)
+    trace = Path(__file__).parents[2] / "benchmarks" / "data" / "azure_conversation_2023_first2000.csv"
+    requests = load("goodput").TraceRequests(trace, min_count=50, span_s=20.0, divisor=8.0, seed=3)
 
     slow, fast = requests.at(2.0, trial=1), requests.at(4.0, trial=2)
 
-    assert slow[-1].arrives_at_s == pytest.approx(49 / 2.0) and fast[-1].arrives_at_s == pytest.approx(49 / 4.0)
-    assert [len(one.prompt) for one in slow] == [len(one.prompt) for one in fast]
+    assert len(slow) == 50 and slow[-1].arrives_at_s == pytest.approx(49 / 2.0)
+    assert len(fast) == 80 and fast[-1].arrives_at_s == pytest.approx(79 / 4.0)
+    assert [len(one.prompt) for one in slow] == [len(one.prompt) for one in fast[:50]]
     assert slow[0].prompt != fast[0].prompt

@@ -67,11 +67,11 @@ async def test_rounds_alternate_are_saved_and_resumed_and_what_fails_is_left_out
 @pytest.mark.timeout(180)
 async def test_interference_and_goodput_of_a_server_that_answers_at_once(load: Load) -> None:
     interference, goodput = load("interference"), load("goodput")
-    trace = _BENCHMARKS / "data" / "azure_conversation_2023_first300.csv"
+    trace = _BENCHMARKS / "data" / "azure_conversation_2023_first2000.csv"
     with load("systems").running(_system(load, "ours")) as server:
         async with LoadClient.open(Target(server.url)) as client:
             figures = await interference.measure_interference(client, num_long=2, rate_per_s=2.0, seed=1)
-            requests = goodput.TraceRequests(trace, 3, 8.0, seed=1)
+            requests = goodput.TraceRequests(trace, 3, 0.0, 8.0, seed=1)
             rate = await goodput.measure_goodput(client, requests, Objectives(60_000.0, None), 1.5)
 
     assert figures["long prompts unanswered"] == 0.0 and figures["streams decoding, mean"] > 0.0

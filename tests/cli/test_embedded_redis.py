@@ -6,7 +6,8 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,16 +16,17 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, ConnectionError
 
 from pdserve.cli.child_process import ChildProcess, ChildSpec
-from pdserve.cli.embedded_redis import EmbeddedRedis, embedded_redis, find_redis_server
+from pdserve.cli.embedded_redis import EmbeddedRedis, embedded_redis, find_redis_server, temp_dir_for_sockets
 from pdserve.cli.errors import CliError
 from pdserve.cli.serve import doctor_command
 
 
 @pytest.fixture(autouse=True)
-def temp_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path_factory.mktemp("t")
-    monkeypatch.setattr("tempfile.tempdir", str(path))
-    return path
+def temp_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    tmp_path_factory.getbasetemp()  # of all tests: made in the temporary directory of whoever asks first
+    with tempfile.TemporaryDirectory(prefix="t-", dir=temp_dir_for_sockets()) as path:  # tmp_path may lie too deep
+        monkeypatch.setattr("tempfile.tempdir", path)
+        yield Path(path)
 
 
 @asynccontextmanager
@@ -47,6 +49,31 @@ async def test_redis_py_reaches_it_by_its_url() -> None:
         async with running(redis), Redis.from_url(redis.url) as client:
             assert await client.set("key", "value")
             assert await client.get("key") == b"value"
+
+
+async def test_a_temporary_directory_may_have_any_name(temp_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = temp_dir / """a "b' #é%41?@"""
+    parent.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(parent))
+
+    with embedded_redis() as redis:
+        assert redis.socket_path.parent.parent == parent
+        async with running(redis), Redis.from_url(redis.url) as client:
+            assert await client.ping()
+            directory = (await client.config_get("dir"))["dir"]
+
+    assert directory == str(redis.socket_path.parent)
+
+
+def test_a_temporary_directory_too_deep_for_a_socket_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("é" * 40)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+
+    with embedded_redis() as redis:
+        assert redis.socket_path.parent.parent == Path("/tmp")
 
 
 async def test_it_comes_back_under_the_same_url_after_a_kill() -> None:
@@ -118,11 +145,18 @@ def test_missing_server_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None
         find_redis_server()
 
 
-def test_its_url_stands_in_a_file_for_the_owner_and_not_in_what_is_printed() -> None:
+@pytest.mark.parametrize("folder", ["t", "a b's"])
+def test_its_url_stands_in_a_file_for_the_owner_and_not_in_what_is_printed(
+    folder: str, temp_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (temp_dir / folder).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temp_dir / folder))
     with embedded_redis() as redis:
         command = doctor_command("serve-1", redis)
+        argument = command.partition(" --redis-url ")[2].partition(" --namespace ")[0]
+        shown = subprocess.run(["bash", "-c", f"echo {argument}"], capture_output=True, text=True, check=True).stdout
 
-        assert redis.password not in command and str(redis.url_path) in command
+        assert redis.password not in command and shown == f"{redis.url}\n"
         assert redis.url_path.read_text() == redis.url
         assert redis.url_path.stat().st_mode & 0o077 == 0
     assert not redis.url_path.exists()

@@ -29,6 +29,16 @@ def test_the_report_of_a_40_gib_card(capsys: pytest.CaptureFixture[str]) -> None
     assert ["2,048", "22", "88", "512"] in lines
 
 
+def test_beside_8_bit_weights_are_keys_and_values_of_16(capsys: pytest.CaptureFixture[str]) -> None:
+    int8, given = (
+        _estimate(capsys, json.dumps(_CONFIG), "--dtype", "int8", *options)
+        for options in ((), ("--kv-cache-dtype", "float32"))
+    )
+
+    assert "bfloat16:" in int8[0] and "524,288" in int8[0]
+    assert "float32:" in given[0] and "1,048,576" in given[0]
+
+
 def test_a_file_a_directory_and_json_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_CONFIG))
 

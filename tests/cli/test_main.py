@@ -119,3 +119,46 @@ def test_generated_key_is_left_alone_the_second_time(tmp_path: Path) -> None:
     assert "holds a new key" in first.stderr and "left as it is" in second.stderr
     assert path.read_text() == made
     assert made.strip() not in first.stderr + first.stdout
+
+
+def test_closed_standard_streams_are_as_good_as_empty_ones() -> None:
+    """Each is closed by the shell, as cron jobs and service managers do; then nothing else may get its number."""
+    command = 'exec "$@" generate <&-'
+    done = subprocess.run(
+        ["bash", "-c", command, "-", *COMMAND], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("pdserve: error: no prompt: give one as")
+
+    command = 'exec "$@" generate <&- >&- 2>&-'
+    done = subprocess.run(
+        ["bash", "-c", command, "-", *COMMAND], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+_CLOSED = """
+import os, sys
+from pdserve.cli.main import main
+try:
+    main(["--version"])
+except SystemExit as ended:
+    opened = os.open(os.devnull, os.O_RDONLY)
+    sys.exit(100 + opened if ended.code == 0 else ended.code)
+"""
+
+
+def test_a_number_of_a_closed_standard_stream_is_given_to_nothing_else() -> None:
+    command = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable, "-P", "-c", _CLOSED]
+
+    assert subprocess.run(command, timeout=60, check=False).returncode == 103
+
+
+def test_what_the_terminal_cannot_show_is_written_otherwise() -> None:
+    code = "from pdserve.cli.main import main\ntry: main(['--version'])\nexcept SystemExit: print('caf\u00e9 \u4e16')"
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONIOENCODING": "latin-1"}, capture_output=True, timeout=60, check=True
+    )
+
+    assert done.stdout.splitlines()[-1] == b"caf\xe9 \\u4e16"

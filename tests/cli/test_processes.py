@@ -90,7 +90,9 @@ def test_kv_events_are_off_stay_on_this_machine_and_beyond_it_need_keys() -> Non
 
     assert events is not None
     assert (events.endpoint, events.replay_endpoint) == ("tcp://127.0.0.1:5600", "tcp://127.0.0.1:5601")
-    assert events.topic == "kv@d1@tiny"
+    assert (events.topic, events.format) == ("kv@d1@tiny", "array")
+    newer = node_config(replace(wanted, kv_events_format="map"), Command.DECODE).kv_events
+    assert newer is not None and newer.format == "map"
     with pytest.raises(SettingError, match="--transfer-key-file"):
         node_config(replace(wanted, kv_events_host="0.0.0.0"), Command.DECODE)
     assert node_config(replace(wanted, kv_events_host="0.0.0.0"), Command.DECODE, generate_keys()).kv_events
@@ -179,6 +181,7 @@ async def test_health_without_any_node_is_bad() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_generate_answers_from_standard_input(demo_model_dir: Path) -> None:
     command = [sys.executable, "-P", "-c", "from pdserve.cli.main import main; main()", "generate"]
     question = "What is the capital of France?\n"
@@ -188,7 +191,7 @@ def test_generate_answers_from_standard_input(demo_model_dir: Path) -> None:
         input=question,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
 

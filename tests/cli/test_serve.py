@@ -1,5 +1,6 @@
 """`pdserve serve` as a user meets it: real processes, real model, real signals."""
 
+import contextlib
 import json
 import os
 import queue
@@ -71,9 +72,13 @@ class Serving:
 
     def children(self) -> dict[int, str]:
         """Return the command line of each child, by process id."""
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        ids = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
-        return {pid: Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in ids}
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):  # not every kernel has /proc/PID/task/TID/children
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                if int(parent) == self.process.pid:
+                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        return found
 
     def child(self, word: str) -> int:
         return next(pid for pid, command in self.children().items() if f" {word} " in f" {command}")

@@ -115,7 +115,7 @@ def _follow(event: list[Any], held: dict[str, set[bytes]], tokens: set[tuple[int
     match event:
         case ["AllBlocksCleared"]:
             held.clear()
-        case ["BlockStored", hashes, _, token_ids, block_size, _, medium]:
+        case ["BlockStored", hashes, _, token_ids, block_size, _, medium, _]:
             assert len(token_ids) == len(hashes) * block_size
             assert held.setdefault(medium, set()).isdisjoint(hashes)
             held[medium].update(hashes)

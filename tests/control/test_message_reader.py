@@ -2,6 +2,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 import zmq
 import zmq.asyncio
 
@@ -117,3 +118,57 @@ async def test_a_reader_that_does_not_read_is_not_waited_for_forever() -> None:
         await asyncio.wait_for(reader.wait_all_read(), 30)
 
         assert await asyncio.wait_for(reader.recv(), 30) == [b"unread"]
+
+
+async def test_a_follower_hears_each_message_until_it_has_enough_and_the_rest_waits() -> None:
+    async with _ends() as (reader, near, far):
+        heard: list[bytes] = []
+
+        def take(frames: list[bytes]) -> bool:
+            heard.extend(frames)
+            near.send(b"answer")  # which may take the note of the next message away
+            reader.look()
+            return len(heard) == 100
+
+        for number in range(110):
+            far.send(b"%d" % number)
+        await asyncio.wait_for(reader.follow(take), 30)
+
+        assert heard == [b"%d" % number for number in range(100)]
+        assert [await asyncio.wait_for(reader.recv(), 30) for _ in range(10)] == [[b"%d" % n] for n in range(100, 110)]
+
+
+async def test_what_a_follower_raises_ends_it_and_the_next_message_is_read() -> None:
+    async with _ends() as (reader, _, far):
+        for content in (b"odd", b"next"):
+            far.send(content)
+
+        def take(frames: list[bytes]) -> bool:
+            raise ValueError(frames)
+
+        with pytest.raises(ValueError, match="odd"):
+            await asyncio.wait_for(reader.follow(take), 30)
+
+        assert await asyncio.wait_for(reader.recv(), 30) == [b"next"]
+
+
+async def test_no_message_is_lost_by_a_reader_that_is_cancelled_again_and_again() -> None:
+    async with _ends() as (reader, _, far):
+        heard: list[bytes] = []
+
+        async def read() -> None:
+            while True:
+                heard.extend(await reader.recv())
+
+        async with asyncio.timeout(60):
+            for number in range(_NUM_MESSAGES):
+                far.send(b"%d" % number)
+                reading = asyncio.create_task(read(), name="read")
+                for _ in range(number % 5):
+                    await asyncio.sleep(0)
+                reading.cancel()
+                await asyncio.wait((reading,))
+            while len(heard) < _NUM_MESSAGES:
+                heard.extend(await reader.recv())
+
+        assert heard == [b"%d" % number for number in range(_NUM_MESSAGES)]

@@ -53,8 +53,8 @@ async def test_an_error_of_redis_is_unavailable_with_its_text(redis: RedisConnec
 async def test_acl_user_and_database(own_redis) -> None:
     admin = connect(own_redis.url)
     await admin.call("ACL", "SETUSER", "alice", "on", ">secret", "~*", "+@all")
-    alice = connect(f"unix://alice:secret@{own_redis.socket_path}?db=3")
-    mallory = connect(f"unix://alice:wrong@{own_redis.socket_path}")
+    alice = connect(own_redis.url.replace("unix://", "unix://alice:secret@") + "?db=3")
+    mallory = connect(own_redis.url.replace("unix://", "unix://alice:wrong@"))
 
     await alice.call("SET", "key", "value", "EX", 10)
 

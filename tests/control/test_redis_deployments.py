@@ -8,6 +8,7 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import trustme
@@ -34,7 +35,7 @@ class Servers:
         folder = self._folder / secrets.token_hex(4)
         folder.mkdir()
         config = folder / "redis.conf"
-        config.write_text("\n".join((f"port {port}", "bind 127.0.0.1", f"dir {folder}", *lines)) + "\n")
+        config.write_text("\n".join((f"port {port}", "bind 127.0.0.1", f'dir "{folder}"', *lines)) + "\n")
         command = [self._binary, str(config), *(["--sentinel"] if is_sentinel else [])]
         self._processes[port] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
         return port
@@ -122,7 +123,7 @@ async def test_tls_with_a_private_authority(servers: Servers, tmp_path: Path) ->
     context, ca_file = _certificate(tmp_path)
     async with _tls_before(port, context) as tls_port:
         url = f"rediss://:{_QUOTED}@localhost:{tls_port}/0"
-        connection = connect(f"{url}?ssl_ca_certs={ca_file}")
+        connection = connect(f"{url}?ssl_ca_certs={quote(str(ca_file))}")
         await _answered(f"redis://:{_QUOTED}@127.0.0.1:{port}/0", "PING")
         assert [await connection.run(_COUNT_UP, ["n"], []) for _ in range(3)] == [1, 2, 3]
         await connection.close()
@@ -146,9 +147,8 @@ async def test_sentinel_leads_to_the_master_and_after_its_death_to_the_next(
         url = f"redis+sentinel://:{_QUOTED}@127.0.0.1:{sentinel}/mymaster/2"
         if with_tls:
             tls_port = await stack.enter_async_context(_tls_before(sentinel, context))
-            url = (
-                f"redis+sentinel://:{_QUOTED}@localhost:{tls_port}/mymaster/2?sentinel_ssl=true&ssl_ca_certs={ca_file}"
-            )
+            query = f"sentinel_ssl=true&ssl_ca_certs={quote(str(ca_file))}"
+            url = f"redis+sentinel://:{_QUOTED}@localhost:{tls_port}/mymaster/2?{query}"
         assert await _answered(url, "SET", "key", "kept")
         connection = connect(url)
         assert await connection.call("GET", "key") == "kept"

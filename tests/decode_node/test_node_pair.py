@@ -114,6 +114,7 @@ async def _pair(
     decode_keys: CurveKeys | None = None,
     prefill_options: dict[str, Any] | None = None,
     wire_dtype: str = "auto",
+    shared_memory: str = "auto",
     offer_timeout_s: float = 4.0,  # some tests end one side only: the other waits for so long
     room_timeout_s: float = 30.0,
     **decode_options: Any,
@@ -133,7 +134,7 @@ async def _pair(
             identity = {"node_id": "node", "incarnation": "first"}
             incoming, outgoing = (
                 ReceiverConfig(curve=decode_keys),
-                SenderConfig(curve=prefill_keys, wire_dtype=wire_dtype),
+                SenderConfig(curve=prefill_keys, wire_dtype=wire_dtype, shared_memory=shared_memory),
             )
             sender_identity = {"node_id": "sender", "incarnation": "first"}
             async with (
@@ -381,7 +382,7 @@ def _count_computed(engine: Engine, name: str, computed: dict[str, int]) -> None
 
 @pytest.mark.parametrize("num_prompt", [64, 62])
 async def test_every_layer_of_a_chunk_arrives_before_its_step_has_ended(tiny_model: Any, num_prompt: int) -> None:
-    async with _pair(tiny_model, prefill_options={"max_num_batched_tokens": 64}) as pair:
+    async with _pair(tiny_model, prefill_options={"max_num_batched_tokens": 64}, shared_memory="never") as pair:
         engine = await pair.prefill.call(lambda engine: engine)
         have_arrived = threading.Event()
         run = engine._runner.run
@@ -400,6 +401,29 @@ async def test_every_layer_of_a_chunk_arrives_before_its_step_has_ended(tiny_mod
         counts = pair.receiver.counts()
         assert counts.bytes_received == 16 * kv_layout(pair.prefill).block_size_bytes
         assert counts.completed == 1
+        assert token_ids == await _alone(pair, task)
+        await pair.wait_nothing_held()
+
+
+@pytest.mark.parametrize("num_prompt", [64, 62])
+async def test_small_blocks_leave_whole_where_memory_is_shared(tiny_model: Any, num_prompt: int) -> None:
+    async with _pair(tiny_model, prefill_options={"max_num_batched_tokens": 64}, shared_memory="always") as pair:
+        engine = await pair.prefill.call(lambda engine: engine)
+        nums_sent: list[int] = []
+        run = engine._runner.run
+
+        def note_sent(*arguments: Any) -> Any:
+            logits = run(*arguments)
+            nums_sent.append(pair.sender.counts().bytes_sent)
+            return logits
+
+        engine._runner.run = note_sent  # type: ignore[method-assign]  # the model still runs; it is watched
+        task = _task("a", num_prompt)
+        token_ids = await _hand_over(pair, 0, task)
+
+        assert nums_sent == [0]
+        num_bytes = 16 * kv_layout(pair.prefill).block_size_bytes
+        assert (pair.receiver.counts().bytes_received, pair.receiver.counts().bytes_shared) == (num_bytes, num_bytes)
         assert token_ids == await _alone(pair, task)
         await pair.wait_nothing_held()
 

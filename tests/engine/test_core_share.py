@@ -1,6 +1,5 @@
 """Engines of one machine that divide its cores: who computes is known to all, and nobody is counted after its end."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from typing import IO, Any
 
 import pytest
 
+from pdserve.engine.available_cores import num_available_cores
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.core_share import SIZE_BYTES, CoreShare
 from pdserve.engine.engine import Engine
@@ -61,8 +61,8 @@ def share(tmp_path: Path) -> Any:
 
 
 def test_processes_see_who_computes_and_use_their_part(share: CoreShare, tmp_path: Path) -> None:
-    kernels = CpuKernels.load(num_threads=os.cpu_count() or 1)
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = num_available_cores()
+    kernels = CpuKernels.load(num_threads=num_cores)
     share.set_busy(True)
     other = _Other(tmp_path / "busy")
 

@@ -39,6 +39,7 @@ def test_a_name_finds_its_place_again() -> None:
 
 def test_8_bit_weights_compute_in_bfloat16_on_a_gpu() -> None:
     assert _config(device="cuda:0", dtype="int8").compute_dtype == "bfloat16"
+    assert _config(device="cuda:0", dtype="int8").resolved_kv_dtype == "bfloat16"
     assert _config(device="cuda:0", dtype="float16").resolved_kv_dtype == "float16"
 
 

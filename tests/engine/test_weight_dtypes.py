@@ -63,10 +63,27 @@ def test_blocks_of_other_weights_are_another_models(tiny_model: Any) -> None:
     digests = [_engine(tiny_model(), dtype=dtype, kv_cache_dtype="float32").facts.digest for dtype in _DTYPES]
 
     assert len(set(digests)) == len(_DTYPES)
-    assert _engine(tiny_model(), dtype="int8").facts.kv_dtype == "float32"
 
 
 _DTYPES = ("float32", "bfloat16", "float16", "int8")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"dtype": "int8"}, "bfloat16"),
+        ({"dtype": "int8", "use_cpu_kernels": False}, "bfloat16"),
+        ({"dtype": "int8", "kv_cache_dtype": "float32"}, "float32"),
+        ({"dtype": "float32"}, "float32"),
+        ({"dtype": "float16"}, "float16"),
+        ({"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_keys_and_values_are_as_the_computation_and_of_16_bits_beside_int8(
+    tiny_model: Any, options: dict[str, Any], expected: str
+) -> None:
+    assert _engine(tiny_model(), **options).facts.kv_dtype == expected
 
 
 def test_unknown_dtype_is_refused() -> None:

@@ -5,6 +5,8 @@ set -euo pipefail
 pdserve=$1 environments=$2 here=$(dirname "$0") folder=$(mktemp -d) server=''
 shift 2
 trap 'kill $server 2>/dev/null || true; wait $server 2>/dev/null || true; rm -rf "$folder"' EXIT
+# What is judged is on this machine, and no proxy of yours is asked for it.
+export no_proxy="${no_proxy:+$no_proxy,}127.0.0.1,localhost" NO_PROXY="${NO_PROXY:+$NO_PROXY,}127.0.0.1,localhost"
 export JUDGES=$environments SERVER_PYTHON MODEL_DIR
 SERVER_PYTHON=$(cd "$(dirname "$pdserve")" && pwd)/python
 MODEL_DIR=$("$pdserve" models fetch)

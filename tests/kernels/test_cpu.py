@@ -210,6 +210,20 @@ def test_attention_over_a_cache_of_another_format(
 
 
 @pytest.mark.parametrize("dtype", _KV_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*_SHAPES, (8, 1, 48, 16)], ids=str)
+def test_rows_are_expanded_exactly(kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    """Attention has the bits that it has over the same values in float32, with few query rows and with many."""
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    kv_blocks = _packed_cache(dtype, (48, 2, num_kv_heads, block_size, head_dim))
+    spans = PackedSpans(_spans([(1, 1), (1, 300), (2, 257), (40, 290)], block_size, 48))
+    query = torch.randn(44, num_heads, head_dim)
+
+    output = kernels.attention(query, kv_blocks, spans, 0.3)
+
+    assert torch.equal(output, kernels.attention(query, expand_rows(kv_blocks, torch.float32), spans, 0.3))
+
+
+@pytest.mark.parametrize("dtype", _KV_DTYPES, ids=str)
 @pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (7, 5.0), (8, None), (9, 5.0), (300, 5.0), (None, 2.0)])
 def test_attention_over_another_format_with_window_and_soft_cap(
     kernels: CpuKernels, dtype: torch.dtype, window: int | None, soft_cap: float | None

@@ -11,6 +11,7 @@ import pdserve.kernels.cpu as cpu
 from pdserve.kernels.attention import AttentionSpan
 from pdserve.kernels.cpu import CpuKernels, runs_here
 from pdserve.kernels.fused_layer import FusedLayer, GatedLayer, Projection
+from pdserve.kernels.kv_rows import pack_rows
 
 _EPS, _BLOCK_SIZE, _NUM_BLOCKS = 1e-5, 8, 40
 
@@ -71,9 +72,12 @@ def _one_by_one(
 
 @pytest.mark.parametrize("heads", [(4, 2, 16), (6, 1, 24), (3, 3, 40)], ids=str)
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("window", "kv_dtype"),
+    [(None, torch.float32), (5, torch.float32), (None, torch.bfloat16), (5, torch.float16), (None, torch.int8)],
+)
 def test_fused_layer_has_the_bits_of_its_operations(
-    kernels: CpuKernels, heads: tuple[int, int, int], has_bias: bool, window: int | None
+    kernels: CpuKernels, heads: tuple[int, int, int], has_bias: bool, window: int | None, kv_dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     layer = _layer(kernels, heads, has_bias, window)
@@ -88,12 +92,12 @@ def test_fused_layer_has_the_bits_of_its_operations(
             table, start = table[count:], start + query_len
         slots = torch.cat([_slots(span) for span in spans])
         rotation = torch.randn(start, heads[2] // 2), torch.randn(start, heads[2] // 2)
-        cache = torch.randn(_NUM_BLOCKS, 3, 2, heads[1], _BLOCK_SIZE, heads[2])
+        cache = pack_rows(torch.randn(_NUM_BLOCKS, 3, 2, heads[1], _BLOCK_SIZE, heads[2]), kv_dtype)
         other = cache.clone()
         hidden = torch.randn(start, 72)
         expected = _one_by_one(kernels, layer, hidden, rotation, other[:, 1], slots, spans)
 
-        kernels.run_layer(fused, hidden, rotation, cache[:, 1], slots, kernels.prepare(spans))
+        kernels.run_layers([fused], hidden, [rotation], [cache[:, 1]], slots, kernels.prepare(spans))
 
         assert torch.equal(hidden, expected)
         assert torch.equal(cache, other)

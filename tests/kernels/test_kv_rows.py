@@ -47,6 +47,17 @@ def test_a_value_that_is_no_number_is_not_hidden(bad: float) -> None:
     assert expanded[1].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
+def test_what_is_finite_stays_so(dtype: torch.dtype) -> None:
+    values = torch.tensor([[65504.0, 65520.0, -1e6, 3e38]])
+
+    expanded = expand_rows(pack_rows(values, dtype), torch.float32)
+
+    assert expanded.isfinite().all()
+    if dtype is torch.float16:
+        assert expanded.tolist() == [[65504.0, 65504.0, -65504.0, 65504.0]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_floating_point_rows_are_the_values_rounded(dtype: torch.dtype) -> None:
     values = torch.randn(5, 40)

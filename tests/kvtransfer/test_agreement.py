@@ -60,6 +60,16 @@ def test_fp8_is_narrower_than_the_int8_that_is_asked_for():
     assert (agreement.wire.dtype, agreement.converter) == ("fp8", Converter.RECEIVER)
 
 
+@pytest.mark.parametrize("head_dim", [1, 3, 4])
+def test_int8_that_would_be_no_less_does_not_travel(head_dim):
+    """The credit of a receiver is at least one of its own blocks: one on the wire must not be larger."""
+    layout = replace(BASE, head_dim=head_dim, dtype="bfloat16")
+
+    agreement = agree(layout, layout, "int8")
+
+    assert (agreement.wire.dtype, agreement.converter) == ("bfloat16", Converter.NOBODY)
+
+
 def test_blocks_travel_in_the_receivers_size_and_heads():
     receiver = replace(BASE, block_size=32, head_range=(1, 3))
 

@@ -63,6 +63,10 @@ async def _ship(pair, source, values, transfer_id="t1"):
         ({}, {}, {"wire_dtype": "int8"}),
         ({}, {}, {"compression": "zstd"}),
         ({"dtype": "int8"}, {"block_size": 64}, {"compression": "zstd"}),
+        ({"dtype": "int8"}, {"dtype": "bfloat16", "block_size": 13}, {}),
+        ({"dtype": "int8"}, {"dtype": "float16"}, {}),
+        ({"dtype": "bfloat16", "block_size": 9}, {"dtype": "bfloat16", "block_size": 31}, {"wire_dtype": "int8"}),
+        ({"dtype": "float16"}, {"dtype": "bfloat16"}, {"wire_dtype": "int8", "compression": "zstd"}),
     ],
     ids=str,
 )
@@ -80,12 +84,11 @@ async def test_values_arrive_within_the_bound_of_one_conversion(make_pair, sourc
 
     held = convert_rows(values.view(np.uint8), "float32", source.dtype)
     sent = convert_rows(held, source.dtype, "float32").view("<f4")[:, :, target.heads.start : target.heads.stop]
-    if source.dtype == target.dtype and "wire_dtype" not in options:
-        bound = np.float32(0)
-    elif "int8" in (target.dtype, options.get("wire_dtype")):
-        bound = np.abs(sent).max(-1, keepdims=True) / 254 * (1 + 1e-5)
-    else:
-        bound = np.abs(sent) * {"bfloat16": 2**-8, "float16": 2**-11}.get(target.dtype, 0) + 2**-25
+    bound = np.zeros_like(sent)
+    if source.dtype != "int8" and "int8" in (target.dtype, options.get("wire_dtype")):
+        bound += np.abs(sent).max(-1, keepdims=True) / 254 * (1 + 1e-5)
+    if source.dtype != target.dtype or "wire_dtype" in options:  # rounded to, or widened to, the receiver's
+        bound += (np.abs(sent) + bound) * {"bfloat16": 2**-8, "float16": 2**-11}.get(target.dtype, 0) + 2**-25
     assert (np.abs(_landed(pair) - sent) <= bound).all()
     assert list(needed) == list(range(target.num_blocks(NUM_TOKENS)))
     sent_counts, received = pair.sender.counts(), pair.receiver.counts()

@@ -55,6 +55,48 @@ async def test_credit_that_is_kept_is_not_handed_out_until_it_is_let_go():
     assert second.result() == 2 and not gate.is_awaited
 
 
+async def test_a_claim_takes_no_crumbs_while_more_is_to_come_back():
+    gate = CreditGate()
+    gate.give(11)
+    taken = [gate.claim(1, 5) for _ in range(3)]
+    assert [claim.result() for claim in taken[:2]] == [5, 5]
+    assert not taken[2].done(), "one of eleven is a crumb"
+
+    gate.give(1)
+    assert taken[2].result() == 2
+
+
+async def test_the_last_of_a_transfer_takes_the_little_it_needs():
+    gate = CreditGate()
+    gate.give(11)
+    gate.claim(1, 10)
+
+    assert gate.claim(1, 1).result() == 1
+
+
+@given(
+    st.integers(1, 60),
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 40)), min_size=1, max_size=30),
+    st.randoms(use_true_random=False),
+)
+def test_every_claim_that_the_window_holds_is_served_once_enough_comes_back(window, wanted, random):
+    async def run():
+        gate = CreditGate()
+        gate.give(window)
+        waiting = [(gate.claim(min(unit, window), most), min(unit, window)) for unit, most in wanted]
+        under_way = []
+        while waiting:
+            while waiting and waiting[0][0].done():
+                claim, unit = waiting.pop(0)
+                under_way.append(claim.result() * unit)
+            assert sum(under_way) <= window
+            assert under_way or not waiting, "everything is here, and somebody waits"
+            if waiting:
+                gate.give(under_way.pop(random.randrange(len(under_way))))
+
+    asyncio.run(run())
+
+
 @given(st.lists(st.tuples(st.sampled_from(["give", "claim", "withdraw"]), st.integers(1, 9)), max_size=30))
 def test_no_byte_of_credit_is_lost_or_made(steps):
     async def run():

@@ -14,6 +14,7 @@ from pdserve.kvtransfer.kv_events import (
     BlockRemoved,
     BlockStored,
     KVEventConfig,
+    KVEventFormat,
     KVEventPublisher,
     _to_wire,
 )
@@ -67,7 +68,7 @@ async def test_events_arrive_in_order_under_consecutive_sequence_numbers(publish
     assert msgpack.unpackb(first[2]) == [
         1.5,
         [
-            ["BlockStored", [b"a" * 32, b"b" * 32], b"p" * 32, list(range(8)), 4, None, None],
+            ["BlockStored", [b"a" * 32, b"b" * 32], b"p" * 32, list(range(8)), 4, None, None, None],
             ["BlockRemoved", [b"c" * 32], "cpu"],
         ],
         None,
@@ -76,9 +77,61 @@ async def test_events_arrive_in_order_under_consecutive_sequence_numbers(publish
 
 
 def test_the_bytes_are_those_that_are_documented():
-    event = BlockStored((b"\1\2",), None, (7,), 1, 3, "GPU")
+    event = BlockStored((b"\1\2",), None, (7,), 1, 3, "GPU", "ada")
 
-    assert msgpack.packb(_to_wire(event)).hex() == "97ab426c6f636b53746f72656491c4020102c091070103a3475055"
+    wire = msgpack.packb(_to_wire(event, KVEventFormat.ARRAY))
+
+    assert wire.hex() == "98ab426c6f636b53746f72656491c4020102c091070103a3475055a3616461"
+
+
+async def test_newer_readers_get_fields_by_name_and_the_topic_in_replays_too(context):
+    """As vLLM writes them from 0.26 on; the batch around the events is an array there too."""
+    config = KVEventConfig(topic="kv@node", format=KVEventFormat.MAP)
+    async with KVEventPublisher.bind(context, config, clock=lambda: 1.5) as publisher:
+        publisher.publish([AllBlocksCleared()])
+        publisher.publish([STORED, BlockRemoved((b"c" * 32,), "CPU")])
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(publisher.replay_endpoint)
+            await dealer.send_multipart([b"", bytes(8)])
+
+            first, second, last = [await asyncio.wait_for(dealer.recv_multipart(), 30) for _ in range(3)]
+
+    assert first[:3] == [b"", b"kv@node", (0).to_bytes(8, "big")]
+    assert msgpack.unpackb(first[3]) == [1.5, [{"type": "AllBlocksCleared"}], None]
+    stored = {
+        "type": "BlockStored",
+        "block_hashes": [b"a" * 32, b"b" * 32],
+        "parent_block_hash": b"p" * 32,
+        "token_ids": list(range(8)),
+        "block_size": 4,
+        "lora_id": None,
+        "medium": None,
+        "lora_name": None,
+    }
+    removed = {"type": "BlockRemoved", "block_hashes": [b"c" * 32], "medium": "CPU"}
+    assert msgpack.unpackb(second[3]) == [1.5, [stored, removed], None]
+    assert last == [b"", b"", END_OF_REPLAY, b""]
+
+
+async def test_a_replay_comes_whole_to_who_reads_it_late(context):
+    """C172: neither what is kept nor the word that ends it is dropped on the way, however short the live queues are."""
+    config = KVEventConfig(max_kept_batches=500, max_queued_batches=1)
+    async with KVEventPublisher.bind(context, config) as publisher:
+        for _ in range(500):
+            publisher.publish([BlockStored((b"h" * 32,), None, tuple(range(60_000, 70_000)), 10_000)])
+        with context.socket(zmq.DEALER) as late, context.socket(zmq.DEALER) as next_one:
+            late.linger, late.rcvhwm = 0, 1
+            late.connect(publisher.replay_endpoint)
+            await late.send_multipart([b"", bytes(8)])
+            assert await late.poll(30_000)
+            assert len(await replay(next_one, publisher, 499)) == 1  # the one before has been answered
+
+            sequences = []
+            async with asyncio.timeout(30):
+                while END_OF_REPLAY not in sequences:
+                    sequences.append((await late.recv_multipart())[1])
+    assert [int.from_bytes(each, "big") for each in sequences[:-1]] == list(range(500))
 
 
 async def test_a_subscriber_that_missed_something_gets_it_again(publisher, context):

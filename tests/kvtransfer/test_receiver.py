@@ -279,7 +279,7 @@ async def test_an_offer_of_an_open_transfer_is_refused(pair, connect):
         await raw.granted()
         await raw.offer("t1", generation=2)
         refuse = await raw.hear(Refuse)
-        assert (refuse.code, refuse.generation) == ("duplicate_transfer", 2)
+        assert (refuse.code, refuse.generation, refuse.retryable) == ("duplicate_transfer", 2, True)
 
 
 async def test_an_offer_whose_hashes_do_not_fit_its_tokens_is_refused(pair, connect):

@@ -60,7 +60,7 @@ def test_the_kernels_write_the_same_bytes(dtype):
     values = _values()
     values[0, 0, 0] = 0.0
     values[1, 1] = 0.0
-    values[2, 0, :4] = (448.0, 1e6, 1.5 * 2**-9, -(2**-10))
+    values[2, 0, :7] = (448.0, 1e6, 1.5 * 2**-9, -(2**-10), -65520.0, 65519.0, -3e38)
 
     ours = convert_rows(_bytes(values), "float32", dtype)
 

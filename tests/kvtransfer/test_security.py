@@ -101,7 +101,7 @@ async def test_a_plaintext_flood_at_a_guarded_receiver_is_never_read(make_pair, 
 
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(evil.recv_multipart(), 0.2)
-    assert pair.receiver.counts().failures == {}
+    assert set(pair.receiver.counts().failures) <= {"unauthenticated"}  # each time that it came again
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0"])
@@ -178,6 +178,12 @@ async def test_ends_that_do_not_share_the_key_learn_at_once_what_may_be_wrong(ma
     with pytest.raises(TransferError, match="keys"):
         await asyncio.wait_for(pair.offer(), 30)
 
+    if keys[0] is not None:  # the receiver asks for one: it says that somebody came without
+        async with asyncio.timeout(30):
+            while not pair.receiver.counts().failures:  # noqa: ASYNC110 - its monitor tells of it in its own time
+                await asyncio.sleep(0.01)
+        assert pair.receiver.counts().failures == {"unauthenticated": 1}
+
 
 @pytest.mark.parametrize("is_guarded", [True, False])
 async def test_strangers_make_a_node_allocate_nothing(make_pair, context, is_guarded):
@@ -195,9 +201,10 @@ async def test_strangers_make_a_node_allocate_nothing(make_pair, context, is_gua
             with suppress(zmq.Again):
                 for _ in range(20):
                     await stranger.send_multipart([offer, bytes(64 * 1024)], flags=zmq.NOBLOCK)
+            # What came before it has been read; what a stranger still has queued is in this process too.
+            await pair.sender.probe(pair.peer, 1, 10.0)
 
-    await pair.sender.probe(pair.peer, 1, 10.0)  # what came before it has been read
-    assert _resident_bytes() - before < 24 * 2**20  # 50 MiB were sent
+    assert _resident_bytes() - before < 8 * 2**20  # 50 MiB were sent
     assert set(pair.sink.reserved) == {"t1"} and pair.receiver.counts().open == 0
     assert list(pair.receiver._transfers) == []
     assert [peer.node_id for peer in pair.receiver._peers.values()] == ["prefill-0"]

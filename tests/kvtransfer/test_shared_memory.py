@@ -108,6 +108,27 @@ async def test_more_than_the_ring_holds_travels_both_ways_and_every_slot_comes_b
     assert (_ring_of(pair).num_free, _ring_of(pair).num_in_use) == (4, 0)
 
 
+async def test_layers_are_due_over_shared_memory_once_there_are_enough_of_them(make_pair):
+    pair = await make_pair(sender_config=ALWAYS)
+    transfer = await pair.offer()
+    await transfer.granted()
+    layer_bytes = pair.layout.block_size_bytes // 2
+
+    assert not transfer.are_layers_due(range(3), 1, 3 * layer_bytes + 1)
+    assert transfer.are_layers_due(range(3), 1, 3 * layer_bytes)
+    await transfer.send_layers(pair.blocks()[:2], 1)
+    assert not transfer.are_layers_due(range(3), 1, layer_bytes + 1)  # what has been sent does not count
+    assert transfer.are_layers_due(range(3), 2, 4 * layer_bytes)
+
+
+async def test_layers_are_due_at_once_where_they_travel_in_frames(make_pair):
+    pair = await make_pair(sender_config=SenderConfig(shared_memory="never"))
+    transfer = await pair.offer()
+    await transfer.granted()
+
+    assert transfer.are_layers_due(range(3), 1, 1 + pair.layout.block_size_bytes * 3)
+
+
 @pytest.mark.parametrize("num_sent", [0, 1, 2, 3])
 @pytest.mark.parametrize("aborts_first", [True, False])
 async def test_an_abort_at_any_point_gives_every_slot_back(make_pair, num_sent, aborts_first):

@@ -8,6 +8,7 @@ import pytest
 import zmq.asyncio
 
 from pdserve.kvtransfer import (
+    BlockReceiver,
     BlockSender,
     InvalidTransition,
     LayoutMismatch,
@@ -131,6 +132,43 @@ async def test_the_same_block_twice_is_the_callers_mistake(pair):
 async def test_an_offer_whose_hashes_do_not_fit_its_tokens_is_not_made(pair):
     with pytest.raises(ValueError, match="11 tokens"):
         await pair.sender.offer(pair.peer, "t1", pair.hashes(4), 11, 5.0)
+
+
+@pytest.mark.parametrize("deadline_s", [float("inf"), float("nan"), 8 * 24 * 3600.0])
+async def test_a_deadline_that_cannot_be_said_is_the_callers_mistake(pair, deadline_s):
+    with pytest.raises(ValueError, match="deadline_s must be at most 604800"):
+        await pair.offer(deadline_s=deadline_s)
+    assert pair.sender.counts().open == 0
+
+
+@pytest.mark.parametrize("end", ["node_id", "incarnation"])
+@pytest.mark.parametrize("name", ["", "é" * 65])
+async def test_a_name_that_no_handshake_can_say_is_refused_where_it_is_given(pair, end, name):
+    names = {"node_id": "x", "incarnation": "1", end: name}
+
+    with pytest.raises(ValueError, match=f"{end} must be text of 1..128 bytes"):
+        BlockSender(pair.context, layout=pair.layout, **names)
+    with pytest.raises(ValueError, match=f"{end} must be text of 1..128 bytes"):
+        async with BlockReceiver.bind(pair.context, layout=pair.layout, sink=pair.sink, **names):
+            pass
+    with pytest.raises(ValueError, match=f"{end} must be text of 1..128 bytes"):
+        PeerAddress("tcp://127.0.0.1:1", **names)
+
+
+async def test_the_longest_words_of_an_end_reach_the_other_shortened(pair):
+    pair.sink.refusal = TransferRefused("é" * 64, "ü" * 2_000, retryable=True)
+    with pytest.raises(TransferRefused) as caught:
+        await (await pair.offer()).granted()
+    assert (caught.value.code, caught.value.message) == ("é" * 32, "ü" * 512)
+    pair.sink.refusal = None
+    transfer = await pair.offer("t2")
+    await transfer.granted()
+
+    await transfer.abort("ö" * 64, "ä" * 2_000)
+
+    await pair.sink.wait_ended("t2")
+    assert pair.sink.released == {"t2": "ö" * 32}
+    assert pair.sender.counts().open == 0
 
 
 async def test_the_sink_refuses_with_its_own_words(pair, refusal):
@@ -329,6 +367,7 @@ async def test_layouts_that_no_conversion_bridges_are_refused_naming_the_field(m
         await pair.offer()
     assert (caught.value.field, caught.value.retryable) == ("head_dim", False)
     assert pair.receiver.counts().failures == {"layout_mismatch": 1}
+    assert pair.sender.counts().failures == {"layout_mismatch": 1}
 
 
 async def test_a_receiver_of_another_incarnation_is_not_talked_to(pair):
@@ -341,8 +380,9 @@ async def test_a_receiver_of_another_incarnation_is_not_talked_to(pair):
 
 async def test_nobody_at_the_endpoint_is_learned_at_once(pair):
     async with asyncio.timeout(30):
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost, match="nobody listens there"):
             await pair.offer(peer=PeerAddress("tcp://127.0.0.1:1", "decode-0", "d1"))
+    assert pair.sender.counts().failures == {"peer_lost": 1}
     await pair.offer()
 
 
@@ -362,7 +402,7 @@ async def test_a_peer_that_accepts_and_stays_silent_does_not_hold_up_others(make
         await transfer.finish(b"")
 
         assert not mute.done()
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost, match="it listens, and is stopped"):
             await asyncio.wait_for(mute, 20)
 
 
@@ -574,6 +614,19 @@ async def test_a_run_leaves_as_far_as_there_is_credit(make_pair, layout):
     await transfer.finish(b"")
 
     assert pair.sink.landed["t1"] == dict(pair.blocks(40))
+
+
+async def test_a_run_of_more_than_a_frame_may_hold_leaves_in_several(make_pair):
+    layout = KVLayout("m", num_layers=1, block_size=64, num_kv_heads=16, head_dim=128, dtype="float32")  # 1 MiB blocks
+    config = SenderConfig(max_message_bytes=16 * layout.block_size_bytes, shared_memory="never")
+    pair = await make_pair(layout=layout, sender_config=config)
+    transfer = await pair.offer(num_tokens=9 * 64)
+
+    await transfer.send_blocks([(0, b"".join(block for _, block in pair.blocks(9 * 64)))])
+    await transfer.finish(b"")
+
+    assert pair.sink.landed["t1"] == dict(pair.blocks(9 * 64))
+    assert pair.sender.counts().bytes_shared == 0
 
 
 async def test_layers_travel_as_they_become_final_and_blocks_bring_the_rest(pair):

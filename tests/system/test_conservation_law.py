@@ -59,6 +59,7 @@ async def _send(
                 async with session.post("/v1/completions", json=body) as reply:
                     text = await reply.text()
                     is_whole = text.rstrip().endswith("[DONE]") if body["stream"] else "choices" in text
+                    is_whole = is_whole and '"error"' not in text
                     return "answered" if reply.status == 200 and is_whole else f"{reply.status} {text[-300:]}"
         return "cut"
 

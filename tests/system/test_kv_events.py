@@ -63,7 +63,7 @@ class Follower:
         match event:
             case ["AllBlocksCleared"]:
                 self.held = {"GPU": set()}
-            case ["BlockStored", hashes, parent, token_ids, block_size, None, medium]:
+            case ["BlockStored", hashes, parent, token_ids, block_size, None, medium, None]:
                 assert block_size == _BLOCK_SIZE and len(token_ids) == len(hashes) * block_size
                 assert parent is None or parent in self.held[medium]
                 assert self.held[medium].isdisjoint(hashes)

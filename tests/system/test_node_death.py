@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ class Stream:
         self.token_ids: list[int] = []
         self.finish_reasons: list[str] = []
         self.errors: list[dict[str, Any]] = []
-        self.is_done = False
+        self.num_done = 0
         self.started = asyncio.Event()
 
     @property
@@ -48,7 +49,7 @@ class Stream:
 
     def _take(self, data: bytes) -> None:
         if data == b"[DONE]":
-            self.is_done = True
+            self.num_done += 1
             return
         event = json.loads(data)
         if "error" in event:
@@ -89,7 +90,7 @@ async def test_only_decode_node_killed_with_four_streams_running(start_cluster: 
             cluster.kill("decode-0")
         assert time.monotonic() - killed_at < 10
         assert [stream.num_terminal for stream in streams] == [1, 1, 1, 1]
-        assert all(stream.errors for stream in streams)
+        assert all(stream.errors for stream in streams) and [stream.num_done for stream in streams] == [1, 1, 1, 1]
 
         await asyncio.to_thread(cluster.wait_idle)
         await asyncio.to_thread(
@@ -124,7 +125,7 @@ async def test_streams_go_on_on_another_decode_node(start_cluster: Any, demo_mod
 
     for disturbed, stream in zip(streams, undisturbed, strict=True):
         assert disturbed.errors == []
-        assert (disturbed.finish_reasons, disturbed.is_done) == (["length"], True)
+        assert (disturbed.finish_reasons, disturbed.num_done) == (["length"], 1)
         assert disturbed.token_ids == stream.token_ids
     await asyncio.to_thread(cluster.wait_idle)
     assert cluster.status()["routes"]["migrated"] >= 1
@@ -159,6 +160,32 @@ async def test_prefill_node_killed_while_prompts_are_computed(start_cluster: Any
     async with aiohttp.ClientSession(cluster.url) as session:
         assert await _complete(session) == 200
     assert cluster.status()["routes"]["disaggregated"] == before + 1
+
+
+async def test_prefill_node_killed_with_twenty_requests_in_flight(start_cluster: Any, tiny_model: Any) -> None:
+    """C144: every request is answered as without the accident, also those that keep coming; nothing stays held."""
+    cluster = start_cluster(tiny_model(), 1, 1, ("--num-blocks", "900"))
+    bodies = [
+        {"model": "test", "prompt": [3 + (7 * number + index) % 150 for index in range(150)], "max_tokens": 4}
+        | {"temperature": 0, "ignore_eos": True}
+        for number in range(30)
+    ]
+    async with aiohttp.ClientSession(cluster.url, connector=aiohttp.TCPConnector(limit=0)) as session:
+        async with asyncio.TaskGroup() as group:
+            cluster.processes["prefill-0"].send_signal(signal.SIGSTOP)  # none is over before the node is killed
+            asked = [group.create_task(_post(session, body)) for body in bodies[:20]]
+            await asyncio.to_thread(
+                cluster.wait_until, lambda: cluster.status()["attempts"] >= 20, "20 are in flight", 60
+            )
+            cluster.kill("prefill-0")
+            asked += [group.create_task(_post(session, body)) for body in bodies[20:]]
+        answers = [task.result() for task in asked]
+        assert {status for status, _ in answers} == {200}, answers
+        await asyncio.to_thread(cluster.wait_idle)
+        for body, (_, answer) in zip(bodies, answers, strict=True):
+            status, again = await _post(session, body)
+            assert (status, json.loads(again)["choices"]) == (200, json.loads(answer)["choices"])
+    await asyncio.to_thread(cluster.wait_idle)
 
 
 async def _post(session: aiohttp.ClientSession, body: dict[str, Any]) -> tuple[int, str]:

@@ -262,6 +262,23 @@ def demo_tokenizer(demo_model_dir: Path) -> Tokenizer:
 
 
 @pytest.fixture
+def bos_tokenizer(tmp_path: Path, demo_model_dir: Path) -> Tokenizer:
+    """The demo tokenizer, if it began every text with a token."""
+    for file in (*demo_model_dir.glob("*.json"), *demo_model_dir.glob("*.jinja")):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    content = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    begin = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [begin, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    return Tokenizer.load(tmp_path)
+
+
+@pytest.fixture
 async def start_gateway(demo_tokenizer: Tokenizer) -> AsyncIterator[Callable]:
     """Return a function that starts a gateway with changes to its configuration."""
     async with AsyncExitStack() as stack:

@@ -131,7 +131,8 @@ async def test_after_the_grace_each_request_gets_an_error(gateway, is_stream):
 
     async with await answer as response:
         text = await response.text()
-    last = text.removesuffix("\n\n").split("\n\n")[-1].removeprefix("data: ")
+    assert text.count("data: [DONE]\n\n") == is_stream
+    last = text.removesuffix("data: [DONE]\n\n").rstrip().split("\n\n")[-1].removeprefix("data: ")
     assert response.status == (200 if is_stream else 503)
     assert json.loads(last)["error"]["code"] == "draining"
     assert [generation.ended for generation in gateway.source.started] == ["cancelled"]

@@ -30,8 +30,8 @@ def parse(raw: bytes) -> tuple[list[dict], int]:
             num_done += 1
             continue
         events.append(json.loads(block.removeprefix("data: "), parse_constant=lambda name: pytest.fail(name)))
-    is_error = bool(events) and "error" in events[-1]
-    assert num_done == (0 if is_error else 1)
+    assert num_done == 1
+    assert not any("error" in event for event in events[:-1])
     return events, num_comments
 
 

@@ -22,6 +22,7 @@ def test_writes_the_bits_of_the_reference(
     heads[3, 0, 5] = math.inf
     heads[4, 0, 6] = math.nan
     heads[6, :, :6] = torch.tensor([449.0, -3000.0, 2**-9, 1.5 * 2**-9, 2**-10, -0.0])  # the ends of fp8
+    heads[6, :, 6:10] = torch.tensor([1e6, -65520.0, 65519.0, -3e38])  # beyond float16
     heads[5, :, :6] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])  # halves go to the even side
     key, value = heads[:, :num_kv_heads], heads[:, num_kv_heads:]
     size = (4, 3, 2, num_kv_heads, block_size, row_elements(head_dim, kv_dtype))
