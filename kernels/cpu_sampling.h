@@ -14,6 +14,7 @@
 #include <limits>
 #include <vector>
 
+#include "cpu_logit_edits.h"
 #include "cpu_noise.h"
 #include "cpu_threads.h"
 
@@ -21,8 +22,8 @@ namespace {
 
 // What a row asks for, and behind it the answer. kernels/cpu_sampling.py lays it out; it is all of 8 bytes.
 struct SamplingRow {
-  const float* logits;   // the model's: what logprobs are of
-  const float* allowed;  // what is sampled from; -inf forbids
+  float* logits;          // the model's: what logprobs are of; edited while a token is sampled, and put back
+  const RowEdits* edits;  // null: none
   double temperature;    // 0: the likeliest
   double top_p, min_p;
   int64_t top_k;  // 0: off
@@ -33,7 +34,6 @@ struct SamplingRow {
 };
 
 constexpr int64_t kSample = -1, kNone = -1, kNotFinite = -2;
-constexpr int kStrip = 16;
 constexpr double kMostNoise = 36.8;  // -log of the least noise above 0, which is 2^-53
 constexpr double kLeastScore = -707.0;  // what is scored less weighs nothing
 constexpr int64_t kSparse = 8;  // fewer than one id in so many are drawn for one by one
@@ -50,6 +50,7 @@ struct Scored {
 struct SamplingScratch {
   std::vector<float> maxima;
   std::vector<Scored> chosen;
+  RowEditor editor;
 };
 
 inline SamplingScratch& sampling_scratch() {
@@ -95,31 +96,6 @@ inline double sum_strip(const double* lanes) {
   for (int width = kStrip / 2; width > 0; width /= 2)
     for (int j = 0; j < width; j++) sums[j] += sums[j + width];
   return sums[0];
-}
-
-// The largest value of each group of 64, and of all; false if a value is not finite.
-inline bool group_maxima(const float* x, int64_t size, std::vector<float>& maxima, float& largest) {
-  uint32_t exponents[kStrip] = {};
-  maxima.clear();
-  largest = -std::numeric_limits<float>::infinity();
-  for (int64_t start = 0; start < size; start += kGroup) {
-    float most[kStrip];
-    std::fill(most, most + kStrip, -std::numeric_limits<float>::infinity());
-    const int64_t end = std::min(size, start + kGroup), whole = start + (end - start) / kStrip * kStrip;
-    for (int64_t i = start; i < whole; i += kStrip)
-      for (int j = 0; j < kStrip; j++) {
-        most[j] = x[i + j] > most[j] ? x[i + j] : most[j];
-        const uint32_t exponent = std::bit_cast<uint32_t>(x[i + j]) & 0x7f800000;
-        exponents[j] = exponent > exponents[j] ? exponent : exponents[j];
-      }
-    for (int64_t i = whole; i < end; i++) {
-      most[0] = std::max(most[0], x[i]);
-      exponents[0] = std::max(exponents[0], std::bit_cast<uint32_t>(x[i]) & 0x7f800000);
-    }
-    maxima.push_back(*std::max_element(most, most + kStrip));
-    largest = std::max(largest, maxima.back());
-  }
-  return *std::max_element(exponents, exponents + kStrip) != 0x7f800000;
 }
 
 // The first id with the largest value.
@@ -191,8 +167,8 @@ inline int64_t sample_of(const SamplingRow& row, const std::vector<Scored>& kept
 
 // Of all ids up to the last that is kept. A group of ids is drawn for at once, and compared with what its largest
 // logit could do.
-inline int64_t sample_densely(const SamplingRow& row, int64_t size, const Scale& scale, int64_t likeliest,
-                              const Scored& last, const std::vector<float>& maxima) {
+inline int64_t sample_densely(const SamplingRow& row, const float* x, int64_t size, const Scale& scale,
+                              int64_t likeliest, const Scored& last, const std::vector<float>& maxima) {
   Scored best{noisy(0.0, uniform_at(row, likeliest)), likeliest};
   for (int64_t start = 0; start < size; start += kGroup) {
     const double highest = scale.of(maxima[start / kGroup]);
@@ -207,7 +183,7 @@ inline int64_t sample_densely(const SamplingRow& row, int64_t size, const Scale&
     if (smallest > most) continue;
     for (int64_t id = start; id < end; id++) {
       const uint64_t word = words[place_of(id - start)];
-      const Scored plain{scale.of(row.allowed[id]), id};
+      const Scored plain{scale.of(x[id]), id};
       if (word > most || !is_kept(plain, last)) continue;
       const Scored own{noisy(plain.score, uniform_of(word)), id};
       if (own < best) best = own, most = limit();
@@ -245,12 +221,12 @@ inline double choose_heavy(const float* x, int64_t size, const Scale& scale, dou
 }
 
 // `chosen` becomes the ids of the largest weights that make up top_p of all, at least; the last of them is the worst.
-inline void nucleus_of(const SamplingRow& row, int64_t size, const Scale& scale, double total,
+inline void nucleus_of(const SamplingRow& row, const float* x, int64_t size, const Scale& scale, double total,
                        SamplingScratch& scratch) {
   const double wanted = row.top_p * total, rest = (1.0 - row.top_p) * total;
   const double least = 0.999 * rest / size;  // whatever weighs less does not make up the rest, all of it together
   for (double border = std::max(rest / 32, least);; border = std::max(border / 16, least)) {
-    const double mass = choose_heavy(row.allowed, size, scale, border, scratch);
+    const double mass = choose_heavy(x, size, scale, border, scratch);
     if ((mass > 0.0 && mass >= wanted) || !(border > least)) break;
   }
   // The border of the nucleus is looked for in halves: nothing else has to be in order.
@@ -281,9 +257,10 @@ inline void cut_chosen(const SamplingRow& row, double total, std::vector<Scored>
   chosen.resize(count);
 }
 
-inline int64_t sample_of_top_k(const SamplingRow& row, int64_t size, const Scale& scale, SamplingScratch& scratch) {
+inline int64_t sample_of_top_k(const SamplingRow& row, const float* x, int64_t size, const Scale& scale,
+                               SamplingScratch& scratch) {
   std::vector<Scored>& chosen = scratch.chosen;
-  largest_of(row.allowed, size, row.top_k, scratch.maxima, chosen);
+  largest_of(x, size, row.top_k, scratch.maxima, chosen);
   double total = 0.0;
   for (Scored& each : chosen) {
     each.score = scale.of(each.score);
@@ -293,25 +270,25 @@ inline int64_t sample_of_top_k(const SamplingRow& row, int64_t size, const Scale
   return sample_of(row, chosen);
 }
 
-inline int64_t sample_randomly(const SamplingRow& row, int64_t size, float largest, SamplingScratch& scratch) {
+inline int64_t sample_randomly(const SamplingRow& row, const float* x, int64_t size, float largest,
+                               SamplingScratch& scratch) {
   const Scale scale{row.temperature, largest};
-  if (row.top_k > 0 && row.top_k < size) return sample_of_top_k(row, size, scale, scratch);
+  if (row.top_k > 0 && row.top_k < size) return sample_of_top_k(row, x, size, scale, scratch);
   std::vector<Scored>& chosen = scratch.chosen;
   Scored last{kLeastScore, -1};
   if (row.top_p < 1.0) {
-    nucleus_of(row, size, scale, sum_weights(row.allowed, size, scale), scratch);
+    nucleus_of(row, x, size, scale, sum_weights(x, size, scale), scratch);
     last = chosen.back();
   }
   if (row.min_p > 0) {
     const Scored least{std::log(row.min_p), size};
-    if (row.top_p >= 1.0) choose_heavy(row.allowed, size, scale, 0.999999 * row.min_p, scratch);
+    if (row.top_p >= 1.0) choose_heavy(x, size, scale, 0.999999 * row.min_p, scratch);
     std::erase_if(chosen, [&](const Scored& each) { return !is_kept(each, least); });
     if (least < last) last = least;
   }
   const bool is_cut = row.top_p < 1.0 || row.min_p > 0;
   if (is_cut && static_cast<int64_t>(chosen.size()) < size / kSparse) return sample_of(row, chosen);
-  return sample_densely(row, size, scale, first_largest(row.allowed, size, scratch.maxima, largest), last,
-                        scratch.maxima);
+  return sample_densely(row, x, size, scale, first_largest(x, size, scratch.maxima, largest), last, scratch.maxima);
 }
 
 // The logprob of the row's token and its likeliest ones, most likely first, as float32 has them.
@@ -335,6 +312,23 @@ inline void tell_logprobs(SamplingRow& row, int64_t size, float largest, Samplin
   }
 }
 
+// The token of a row, kNone or kNotFinite. `largest` is that of x.
+inline int64_t sample_from(const SamplingRow& row, const float* x, int64_t size, float largest,
+                           SamplingScratch& scratch) {
+  if (largest == kForbidden) return kNone;
+  if (largest == -kForbidden) return kNotFinite;  // what the request did to its logits overflowed
+  if (row.temperature == 0.0) return first_largest(x, size, scratch.maxima, largest);
+  return sample_randomly(row, x, size, largest, scratch);
+}
+
+inline int64_t sample_edited(const SamplingRow& row, int64_t size, float largest, SamplingScratch& scratch) {
+  if (row.edits == nullptr) return sample_from(row, row.logits, size, largest, scratch);
+  const float* edited = scratch.editor.edit(*row.edits, row.logits, size, scratch.maxima, largest);
+  const int64_t token_id = sample_from(row, edited, size, largest, scratch);
+  scratch.editor.undo(row.logits);
+  return token_id;
+}
+
 inline void sample_row(SamplingRow& row, int64_t size, int64_t* top_ids, double* top_logprobs) {
   SamplingScratch& scratch = sampling_scratch();
   float largest;
@@ -343,16 +337,9 @@ inline void sample_row(SamplingRow& row, int64_t size, int64_t* top_ids, double*
     return;
   }
   if (row.token_id == kSample) {
-    float most = largest;
-    if (row.allowed != row.logits) group_maxima(row.allowed, size, scratch.maxima, most);
-    if (most == -std::numeric_limits<float>::infinity()) return;  // kNone
-    if (most == std::numeric_limits<float>::infinity()) {  // what the request did to its logits overflowed
-      row.token_id = kNotFinite;
-      return;
-    }
-    row.token_id = row.temperature == 0.0 ? first_largest(row.allowed, size, scratch.maxima, most)
-                                          : sample_randomly(row, size, most, scratch);
-    if (row.num_top > 0 && row.allowed != row.logits) group_maxima(row.logits, size, scratch.maxima, largest);
+    row.token_id = sample_edited(row, size, largest, scratch);
+    if (row.token_id < 0) return;
+    if (row.num_top > 0 && row.edits != nullptr) group_maxima(row.logits, size, scratch.maxima, largest);
   }
   if (row.num_top >= 0) tell_logprobs(row, size, largest, scratch, top_ids, top_logprobs);
 }
