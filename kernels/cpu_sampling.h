@@ -17,6 +17,7 @@
 #include "cpu_logit_edits.h"
 #include "cpu_noise.h"
 #include "cpu_threads.h"
+#include "cpu_weights.h"
 
 namespace {
 
@@ -35,7 +36,6 @@ struct SamplingRow {
 
 constexpr int64_t kSample = -1, kNone = -1, kNotFinite = -2;
 constexpr double kMostNoise = 36.8;  // -log of the least noise above 0, which is 2^-53
-constexpr double kLeastScore = -707.0;  // what is scored less weighs nothing
 constexpr int64_t kSparse = 8;  // fewer than one id in so many are drawn for one by one
 
 struct Scored {
@@ -56,46 +56,6 @@ struct SamplingScratch {
 inline SamplingScratch& sampling_scratch() {
   static thread_local SamplingScratch scratch;
   return scratch;
-}
-
-inline double multiply_add(double a, double b, double c) {
-#if defined(__FMA__)
-  return std::fma(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-
-// exp(x) for x <= 0, to the last bit or two; 1e-307 where it would be less.
-inline double exp_double(double x) {
-  constexpr double kToInteger = 6755399441055744.0;  // 1.5 * 2^52: the integer is in the low bits of the sum
-  x = x < kLeastScore ? kLeastScore : x;
-  const double shifted = multiply_add(x, 1.4426950408889634, kToInteger), n = shifted - kToInteger;
-  double r = multiply_add(n, -6.93147180369123816490e-01, x);
-  r = multiply_add(n, -1.90821492927058770002e-10, r);
-  double p = 1.0 / 6227020800.0;
-  p = multiply_add(p, r, 1.0 / 479001600.0);
-  p = multiply_add(p, r, 1.0 / 39916800.0);
-  p = multiply_add(p, r, 1.0 / 3628800.0);
-  p = multiply_add(p, r, 1.0 / 362880.0);
-  p = multiply_add(p, r, 1.0 / 40320.0);
-  p = multiply_add(p, r, 1.0 / 5040.0);
-  p = multiply_add(p, r, 1.0 / 720.0);
-  p = multiply_add(p, r, 1.0 / 120.0);
-  p = multiply_add(p, r, 1.0 / 24.0);
-  p = multiply_add(p, r, 1.0 / 6.0);
-  p = multiply_add(p, r, 0.5);
-  p = multiply_add(p, r, 1.0);
-  p = multiply_add(p, r, 1.0);
-  return std::bit_cast<double>(std::bit_cast<int64_t>(p) + (std::bit_cast<int64_t>(shifted) << 52));
-}
-
-inline double sum_strip(const double* lanes) {
-  double sums[kStrip];
-  std::copy(lanes, lanes + kStrip, sums);
-  for (int width = kStrip / 2; width > 0; width /= 2)
-    for (int j = 0; j < width; j++) sums[j] += sums[j + width];
-  return sums[0];
 }
 
 // The first id with the largest value.
@@ -133,15 +93,6 @@ inline double uniform_at(const SamplingRow& row, int64_t id) {
   philox(row.seed, row.position, id / 4, words);
   return uniform_of(words[id % 4]);
 }
-
-// What a row's logits become: x / temperature - that of the largest.
-struct Scale {
-  Scale(double temperature, double largest)
-      : temperature(temperature), largest(largest), highest(largest / temperature) {}
-  double of(double x) const { return x / temperature - highest; }
-
-  const double temperature, largest, highest;
-};
 
 // What is kept: a better score than the last, or its own id and the smaller ones of the same score.
 inline bool is_kept(const Scored& own, const Scored& last) {
@@ -192,42 +143,42 @@ inline int64_t sample_densely(const SamplingRow& row, const float* x, int64_t si
   return best.id;
 }
 
-// The sum of exp(scaled) over a row.
-inline double sum_weights(const float* x, int64_t size, const Scale& scale) {
-  const double inverse = 1.0 / scale.temperature, largest = scale.largest;
-  double sums[kStrip] = {};
-  const int64_t whole = size / kStrip * kStrip;
-  for (int64_t i = 0; i < whole; i += kStrip)
-    for (int j = 0; j < kStrip; j++) sums[j] += exp_double((static_cast<double>(x[i + j]) - largest) * inverse);
-  for (int64_t i = whole; i < size; i++) sums[i - whole] += exp_double((static_cast<double>(x[i]) - largest) * inverse);
-  return sum_strip(sums);
+// A logit below which no id weighs `least`; some above it do not either.
+inline float light_below(const Scale& scale, double least) {
+  const double margin = 1e-9 * scale.temperature + 1e-12 * std::fabs(scale.largest);
+  const double border = (std::log(least) + scale.highest) * scale.temperature - margin;
+  return std::nextafterf(static_cast<float>(border), kForbidden);
 }
 
 // `chosen` becomes the ids that weigh `least` or more, in the order of their ids; returns the sum of their weights.
 inline double choose_heavy(const float* x, int64_t size, const Scale& scale, double least, SamplingScratch& scratch) {
+  const float border = light_below(scale, least);
   double mass = 0.0, weights[kGroup], scores[kGroup];
+  int places[kGroup];
   scratch.chosen.clear();
   for (int64_t start = 0; start < size; start += kGroup) {
-    if (exp_double(scale.of(scratch.maxima[start / kGroup])) < least) continue;
-    const int64_t count = std::min<int64_t>(kGroup, size - start);
-    for (int64_t j = 0; j < count; j++) {
-      scores[j] = scale.of(x[start + j]);
-      weights[j] = exp_double(scores[j]);
-    }
-    for (int64_t j = 0; j < count; j++)
-      if (weights[j] >= least) mass += weights[j], scratch.chosen.push_back({scores[j], start + j, weights[j]});
+    if (scratch.maxima[start / kGroup] < border) continue;
+    const int64_t size_here = std::min<int64_t>(kGroup, size - start);
+    int count = 0;
+    for (int j = 0; j < size_here; j++) places[count] = j, count += x[start + j] >= border;
+    for (int i = 0; i < count; i++) scores[i] = scale.of(x[start + places[i]]);
+    for (int i = 0; i < count; i++) weights[i] = exp_double(scores[i]);
+    for (int i = 0; i < count; i++)
+      if (weights[i] >= least) mass += weights[i], scratch.chosen.push_back({scores[i], start + places[i], weights[i]});
   }
   return mass;
 }
 
 // `chosen` becomes the ids of the largest weights that make up top_p of all, at least; the last of them is the worst.
-inline void nucleus_of(const SamplingRow& row, const float* x, int64_t size, const Scale& scale, double total,
-                       SamplingScratch& scratch) {
+// False where what the sum of all weights may be off by leaves it open which one that is.
+inline bool find_nucleus(const SamplingRow& row, const float* x, int64_t size, const Scale& scale,
+                         const RoughSum& all, SamplingScratch& scratch) {
+  const double total = all.sum, slack = row.top_p * all.error;
   const double wanted = row.top_p * total, rest = (1.0 - row.top_p) * total;
   const double least = 0.999 * rest / size;  // whatever weighs less does not make up the rest, all of it together
   for (double border = std::max(rest / 32, least);; border = std::max(border / 16, least)) {
     const double mass = choose_heavy(x, size, scale, border, scratch);
-    if ((mass > 0.0 && mass >= wanted) || !(border > least)) break;
+    if ((mass > 0.0 && mass >= wanted + slack) || !(border > least)) break;
   }
   // The border of the nucleus is looked for in halves: nothing else has to be in order.
   std::vector<Scored>& chosen = scratch.chosen;
@@ -243,6 +194,13 @@ inline void nucleus_of(const SamplingRow& row, const float* x, int64_t size, con
   std::sort(begin, end);
   do before += begin++->weight; while (begin != end && before < wanted);
   chosen.erase(begin, chosen.end());
+  return before >= wanted + slack && before - chosen.back().weight < wanted - slack;
+}
+
+inline void nucleus_of(const SamplingRow& row, const float* x, int64_t size, const Scale& scale,
+                       SamplingScratch& scratch) {
+  if (!find_nucleus(row, x, size, scale, sum_roughly(x, size, scale), scratch))
+    find_nucleus(row, x, size, scale, {sum_weights(x, size, scale), 0.0}, scratch);
 }
 
 // Drops from `chosen`, which is in order, what top-p and min-p cut off; the first always stays.
@@ -277,7 +235,7 @@ inline int64_t sample_randomly(const SamplingRow& row, const float* x, int64_t s
   std::vector<Scored>& chosen = scratch.chosen;
   Scored last{kLeastScore, -1};
   if (row.top_p < 1.0) {
-    nucleus_of(row, x, size, scale, sum_weights(x, size, scale), scratch);
+    nucleus_of(row, x, size, scale, scratch);
     last = chosen.back();
   }
   if (row.min_p > 0) {
