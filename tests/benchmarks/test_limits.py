@@ -12,7 +12,7 @@ from pdserve.engine.models.model_dir import ModelDir
 def test_work_follows_the_shape_of_the_model(load: Callable[[str], ModuleType], tiny_model: Any) -> None:
     model_dir: Path = tiny_model("llama")
     config = DecoderConfig.from_config(ModelDir.open(model_dir).config)
-    work = load("limits").Work(config, 1, 2)
+    work = load("limits").Work(config, weight_bytes=1, kv_bytes=2)
 
     weights = sum(rows * columns for rows, columns in work.matrices) * config.num_layers
     head = config.vocab_size * config.hidden_size
