@@ -4,7 +4,8 @@
 
 The launchers themselves are called, on small tensors of the CPU, and what they would launch is compiled with the
 specialisation that a launch would have. Prints a Markdown table: registers a thread, bytes of shared memory a
-program and, where there are any, bytes of stack a thread, as the assembler reports them.
+program and, where there are any, bytes of stack a thread, as the assembler reports them. Fails if a kernel wants more
+shared memory than a program can have on its target: it would compile, and not launch.
 """
 
 import argparse
@@ -48,6 +49,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+_SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}  # at most
 _ALIGNMENT = 16
 _TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
@@ -114,6 +116,7 @@ def examples() -> Iterator[tuple[str, Callable[[], Any]]]:
         (128, torch.bfloat16, torch.int8),
         (128, torch.bfloat16, torch.float8_e4m3fn),
         (256, torch.float16, torch.float16),
+        (256, torch.float32, torch.float32),
         (80, torch.float32, torch.float32),
     ):
         yield from _attention_examples(head_dim, dtype, kv_dtype)
@@ -195,9 +198,12 @@ def main() -> None:
     parser.add_argument("--first", action="store_true", help="only the first variant of each kernel")
     arguments = parser.parse_args()
     targets = arguments.targets.split(",")
+    if unknown := set(targets) - set(TARGETS):
+        parser.error(f"no target {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
     wanted = set(arguments.kernels.split(",")) if arguments.kernels else None
     print(f"| kernel | variant | {' | '.join(targets)} |\n|---|---|{'---|' * len(targets)}")
-    seen = set()
+    seen: set[str] = set()
+    too_large: list[str] = []
     for variant, call in examples():
         with recorded() as launches:
             call()
@@ -209,11 +215,15 @@ def main() -> None:
                 continue
             seen.add(key)
             cells = []
-            for target in (TARGETS[each] for each in targets):
-                compiled = triton.compile(source, target=target, options={"num_warps": launch.num_warps})
-                registers, shared, spilled = resources(compiled, target)
+            for each in targets:
+                compiled = triton.compile(source, target=TARGETS[each], options={"num_warps": launch.num_warps})
+                registers, shared, spilled = resources(compiled, TARGETS[each])
                 cells.append(f"{registers} / {shared:,}" + (f" / {spilled}" if spilled else ""))
+                if shared > _SHARED_BYTES[each]:
+                    too_large.append(f"{name} ({variant}) takes {shared:,} bytes of shared memory on {each}")
             print(f"| `{name}` | {variant} | {' | '.join(cells)} |", flush=True)
+    if too_large:
+        raise SystemExit("\n".join(too_large))
 
 
 if __name__ == "__main__":

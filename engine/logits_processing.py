@@ -31,9 +31,9 @@ def process_logits(
     sampling: SamplingParams,
     prompt_token_ids: Sequence[int],
     output_token_ids: Sequence[int],
-) -> Tensor:  # [num_token_ids] float32, a new tensor; ids that may not be sampled are -inf
-    """Apply everything that the request asks for, given its own tokens alone."""
-    logits: Row = row.numpy().copy()
+) -> Tensor:  # [num_token_ids] float32, the memory of `row` or new; ids that may not be sampled are -inf
+    """Apply everything that the request asks for, given its own tokens alone. May change `row`."""
+    logits: Row = row.numpy()
     if sampling.logit_bias:
         _add_bias(logits, sampling.logit_bias)
     if sampling.repetition_penalty != 1.0:
@@ -90,8 +90,8 @@ def _add_bias(logits: Row, logit_bias: Sequence[tuple[int, float]]) -> None:
 
 
 def _penalize_repetition(logits: Row, penalty: float, prompt: Sequence[int], output: Sequence[int]) -> None:
-    # Each token once: the factor is not applied again for one that comes often, so the order does not matter.
-    ids = _known(list({*prompt, *output}), logits)
+    # Of a token that comes often each place gets the same value: the factor is not applied again.
+    ids = _known((*prompt, *output), logits)
     factor = np.float32(penalty)
     own = logits[ids]
     logits[ids] = np.where(own > 0, own / factor, own * factor)

@@ -32,6 +32,7 @@ _NOTHING_ALLOWED = SampledToken(
     is_bad_request=True,
 )
 _LIKELIEST = RowRequest()
+_MAX_KEPT_BYTES = 2**24  # of copies: 85 rows of 49,152
 
 
 class Sampler:
@@ -57,6 +58,7 @@ class Sampler:
         self._edits_rows = edits_rows
         self._num_token_ids = min(num_token_ids, vocab_size)
         self._eos_ids = torch.tensor(sorted(eos_ids), dtype=torch.int64)
+        self._copies = _RowCopies(self._num_token_ids)
 
     def sample(self, logits: Tensor, spans: Sequence[ScheduledSpan]) -> list[SampledToken]:
         """Sample for the spans that want it; row i of `logits` [num_rows, vocab_size] belongs to spans[i]."""
@@ -65,7 +67,7 @@ class Sampler:
         requests = []
         for index, (row, span) in enumerate(zip(logits, spans, strict=True)):
             try:
-                requests.append(_LIKELIEST if index in known else self._request(row, span))
+                requests.append(_LIKELIEST if index in known else self._request(row, span, index))
             except GrammarFailed as error:
                 known[index] = SampledToken(None, failure=f"structured output: {error}", is_bad_request=True)
                 requests.append(_LIKELIEST)
@@ -80,12 +82,12 @@ class Sampler:
         answers = self._answer(logits[:, : self._num_token_ids], requests)
         return [TokenScore(math.nan if each.logprob is None else each.logprob, each.top_logprobs) for each in answers]
 
-    def _request(self, row: Tensor, span: ScheduledSpan) -> RowRequest:
+    def _request(self, row: Tensor, span: ScheduledSpan, index: int) -> RowRequest:
         sampling = span.sampling
         assert sampling is not None and sampling.seed is not None
         is_edited = self._edits_rows and sampling.logprobs is None and sampling.structured_outputs is None
         edits = self._edits(sampling, span) if is_edited else None
-        allowed = None if is_edited else self._allowed(row, span)
+        allowed = None if is_edited else self._allowed(row, span, index)
         if sampling.is_greedy:
             if allowed is None and edits is None and sampling.logprobs is None:
                 return _LIKELIEST
@@ -107,15 +109,15 @@ class Sampler:
         forbidden = (*sampling.stop_token_ids, *self._eos_ids.tolist()) if is_too_short else ()
         return logit_edits(sampling, span.prompt_history, span.output_history, forbidden)
 
-    def _allowed(self, row: Tensor, span: ScheduledSpan) -> Tensor | None:
-        """Return the logits that are sampled from; None if they are the model's own."""
+    def _allowed(self, row: Tensor, span: ScheduledSpan, index: int) -> Tensor | None:
+        """Return the logits that the index-th row is sampled from; None if they are the model's own."""
         sampling = span.sampling
         assert sampling is not None
         is_banned = self._banned_by_grammar(sampling, span)
         is_too_short = span.output_position < sampling.min_tokens
         if not sampling.changes_logits and is_banned is None and not is_too_short:
             return None
-        allowed = process_logits(row.cpu(), sampling, span.prompt_history, span.output_history)
+        allowed = process_logits(self._copies.of(row, index), sampling, span.prompt_history, span.output_history)
         if is_banned is not None:
             allowed.masked_fill_(is_banned, -math.inf)
         if not is_too_short:
@@ -143,6 +145,22 @@ class Sampler:
             SampledToken(None, top_logprobs=each.top_logprobs) if each.is_finite else _NOT_FINITE for each in answers
         ]
         return dict(zip(beams, tokens, strict=True))
+
+
+class _RowCopies:
+    """Copies of rows on the host, in memory that is kept: page faults of new memory take 30 times the copy."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._kept: list[Tensor] = []
+
+    def of(self, row: Tensor, index: int) -> Tensor:
+        """Return a copy that is the caller's until the next one with this index."""
+        if index >= _MAX_KEPT_BYTES // row.nbytes:
+            return row.cpu().clone()
+        while index >= len(self._kept):
+            self._kept.append(torch.empty(self._size))
+        return self._kept[index].copy_(row)
 
 
 def _token(answer: RowAnswer) -> SampledToken:

@@ -16,6 +16,7 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 1024  # token sequences: a word is up to two of them
 MAX_BAD_WORD_TOKENS = 64
 BANNING_BIAS = -100.0
+MIN_REPETITION_PENALTY = 0.01  # logits that it divides stay finite
 MAX_BRANCHES = 128
 _SEED_LIMIT = 2**63
 
@@ -121,9 +122,7 @@ class SamplingParams:
     def _check_logits(self) -> None:
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 10.0)
-        if self.repetition_penalty == 0:
-            raise InvalidRequest("repetition_penalty", "must be more than 0; 1 is off")
+        _check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10.0)
         _check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIASES)
         for token_id, bias in self.logit_bias:
             _check_int("logit_bias", token_id, 0, 2**31 - 1)

@@ -156,6 +156,7 @@ class CpuKernels:
         soft_cap: float | None = None,
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
         """Causal attention that reads the blocks where they lie."""
+        assert query.dtype is torch.float32 and _lie_together(query) and _lie_together(kv_blocks)
         output = torch.empty(query.shape)
         self._library.pdserve_attention(
             query.data_ptr(),
@@ -190,6 +191,7 @@ class CpuKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:  # [num_rows, 2 * size] -> [num_rows, size]
         """y = silu(gate) * up, where a row is [gate, up]."""
+        assert gate_up.dtype is torch.float32 and gate_up.is_contiguous()
         size = gate_up.shape[1] // 2
         y = torch.empty(gate_up.shape[0], size)
         self._library.pdserve_silu_mul(gate_up.data_ptr(), y.data_ptr(), gate_up.shape[0], size, self._num_threads)
@@ -286,6 +288,12 @@ class PackedSpans:
 def runs_here(library: ctypes.CDLL) -> bool:
     """Return whether this processor has the instructions of a build."""
     return bool(library.pdserve_runs_here())
+
+
+def _lie_together(heads: Tensor) -> bool:
+    """Return whether rows [..., num_rows, size] follow one another; the kernels know no other strides."""
+    num_rows, size = heads.shape[-2:]
+    return heads.stride(-1) == 1 and (num_rows == 1 or heads.stride(-2) == size)
 
 
 def _rotation_pointers(rotation: tuple[Tensor, Tensor] | None) -> tuple[int | None, int | None]:

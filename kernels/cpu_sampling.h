@@ -14,6 +14,7 @@
 #include <limits>
 #include <vector>
 
+#include "cpu_noise.h"
 #include "cpu_threads.h"
 
 namespace {
@@ -32,18 +33,21 @@ struct SamplingRow {
 };
 
 constexpr int64_t kSample = -1, kNone = -1, kNotFinite = -2;
-constexpr int kStrip = 16, kGroup = 64;
+constexpr int kStrip = 16;
 constexpr double kMostNoise = 36.8;  // -log of the least noise above 0, which is 2^-53
+constexpr double kLeastScore = -707.0;  // what is scored less weighs nothing
+constexpr int64_t kSparse = 8;  // fewer than one id in so many are drawn for one by one
 
 struct Scored {
   double score;
   int64_t id;
+  double weight = 0.0;  // exp(score), where it is wanted
   bool operator<(const Scored& other) const { return score != other.score ? score > other.score : id < other.id; }
 };
 
-// Memory of one thread, kept from row to row.
+// Memory of one thread, kept from row to row. None of it is as long as a row of a peaked distribution: what a model has
+// pushed out of the caches costs more than to compute it again.
 struct SamplingScratch {
-  std::vector<double> scaled, weights;
   std::vector<float> maxima;
   std::vector<Scored> chosen;
 };
@@ -64,7 +68,7 @@ inline double multiply_add(double a, double b, double c) {
 // exp(x) for x <= 0, to the last bit or two; 1e-307 where it would be less.
 inline double exp_double(double x) {
   constexpr double kToInteger = 6755399441055744.0;  // 1.5 * 2^52: the integer is in the low bits of the sum
-  x = x < -707.0 ? -707.0 : x;
+  x = x < kLeastScore ? kLeastScore : x;
   const double shifted = multiply_add(x, 1.4426950408889634, kToInteger), n = shifted - kToInteger;
   double r = multiply_add(n, -6.93147180369123816490e-01, x);
   r = multiply_add(n, -1.90821492927058770002e-10, r);
@@ -146,21 +150,6 @@ inline void largest_of(const float* x, int64_t size, int64_t count, const std::v
   chosen.resize(count);
 }
 
-// Four words for ids 4 * group .. 4 * group + 3.
-inline void philox(uint64_t seed, uint64_t position, uint64_t group, uint64_t* words) {
-  uint64_t c0 = group + 1, c1 = position, c2 = 0, c3 = 0, key_0 = seed, key_1 = 0;
-  for (int round = 0; round < 10; round++) {
-    const auto first = static_cast<unsigned __int128>(0xD2E7470EE14C6C93) * c0;
-    const auto second = static_cast<unsigned __int128>(0xCA5A826395121157) * c2;
-    c0 = static_cast<uint64_t>(second >> 64) ^ c1 ^ key_0, c1 = static_cast<uint64_t>(second);
-    c2 = static_cast<uint64_t>(first >> 64) ^ c3 ^ key_1, c3 = static_cast<uint64_t>(first);
-    key_0 += 0x9E3779B97F4A7C15, key_1 += 0xBB67AE8584CAA73B;
-  }
-  words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
-}
-
-inline double uniform_of(uint64_t word) { return static_cast<double>(word >> 11) * 0x1p-53; }
-
 inline double noisy(double scaled, double uniform) { return scaled - std::log(-std::log1p(-uniform)); }
 
 inline double uniform_at(const SamplingRow& row, int64_t id) {
@@ -169,86 +158,120 @@ inline double uniform_at(const SamplingRow& row, int64_t id) {
   return uniform_of(words[id % 4]);
 }
 
+// What a row's logits become: x / temperature - that of the largest.
+struct Scale {
+  Scale(double temperature, double largest)
+      : temperature(temperature), largest(largest), highest(largest / temperature) {}
+  double of(double x) const { return x / temperature - highest; }
+
+  const double temperature, largest, highest;
+};
+
+// What is kept: a better score than the last, or its own id and the smaller ones of the same score.
+inline bool is_kept(const Scored& own, const Scored& last) {
+  return own.score > last.score || (own.score == last.score && own.id <= last.id);
+}
+
+// Since E >= u, only where u <= exp(scaled - best) can an id be better than the best so far: few logarithms are taken.
+inline double most_uniform(double scaled, double best) {
+  return std::isfinite(best) ? 1.000001 * exp_double(std::min(0.0, scaled - best)) : 1.0;
+}
+
 inline int64_t sample_of(const SamplingRow& row, const std::vector<Scored>& kept) {
   Scored best{-std::numeric_limits<double>::infinity(), kept.front().id};
   for (const Scored& each : kept) {
     if (each.score + kMostNoise <= best.score) continue;
-    const Scored own{noisy(each.score, uniform_at(row, each.id)), each.id};
+    const double uniform = uniform_at(row, each.id);
+    if (uniform > most_uniform(each.score, best.score)) continue;
+    const Scored own{noisy(each.score, uniform), each.id};
     if (own < best) best = own;
   }
   return best.id;
 }
 
-// Of all ids, whose weights are exp(scaled). Since E >= u, only where u < weight * exp(-best) can an id be better than
-// the best so far: few logarithms are taken.
-inline int64_t sample_of_all(const SamplingRow& row, const double* scaled, const double* weights, int64_t size,
-                             int64_t likeliest) {
-  Scored best{noisy(scaled[likeliest], uniform_at(row, likeliest)), likeliest};
-  double factor = 1.000001 * std::exp(-best.score);
+// Of all ids up to the last that is kept. A group of ids is drawn for at once, and compared with what its largest
+// logit could do.
+inline int64_t sample_densely(const SamplingRow& row, int64_t size, const Scale& scale, int64_t likeliest,
+                              const Scored& last, const std::vector<float>& maxima) {
+  Scored best{noisy(0.0, uniform_at(row, likeliest)), likeliest};
   for (int64_t start = 0; start < size; start += kGroup) {
-    const int64_t count = std::min<int64_t>(kGroup, size - start);
+    const double highest = scale.of(maxima[start / kGroup]);
+    if (highest < last.score) continue;
+    const int64_t end = std::min(size, start + kGroup);
+    const auto limit = [&] { return word_of(most_uniform(highest, best.score)); };
+    uint64_t most = limit();
     uint64_t words[kGroup];
-    for (int64_t group = 0; group < (count + 3) / 4; group++)
-      philox(row.seed, row.position, start / 4 + group, words + 4 * group);
-    bool is_any = false;
-    for (int64_t j = 0; j < count; j++) is_any |= uniform_of(words[j]) <= weights[start + j] * factor;
-    if (!is_any) continue;
-    for (int64_t j = 0; j < count; j++) {
-      if (!(uniform_of(words[j]) <= weights[start + j] * factor)) continue;
-      const Scored own{noisy(scaled[start + j], uniform_of(words[j])), start + j};
-      if (own < best) best = own, factor = 1.000001 * std::exp(-best.score);
+    philox_group(row.seed, row.position, start / 4, words);
+    uint64_t smallest = words[0];
+    for (int i = 1; i < kGroup; i++) smallest = std::min(smallest, words[i]);
+    if (smallest > most) continue;
+    for (int64_t id = start; id < end; id++) {
+      const uint64_t word = words[place_of(id - start)];
+      const Scored plain{scale.of(row.allowed[id]), id};
+      if (word > most || !is_kept(plain, last)) continue;
+      const Scored own{noisy(plain.score, uniform_of(word)), id};
+      if (own < best) best = own, most = limit();
     }
   }
   return best.id;
 }
 
-// scaled = x / temperature - that of the largest; weights = exp(scaled), 0 where x is -inf. Returns their sum.
-inline double scale_row(const float* x, int64_t size, double temperature, float largest, SamplingScratch& scratch) {
-  scratch.scaled.resize(size + kStrip), scratch.weights.resize(size + kStrip);
-  double* scaled = scratch.scaled.data();
-  double* weights = scratch.weights.data();
-  const double highest = static_cast<double>(largest) / temperature;
+// The sum of exp(scaled) over a row.
+inline double sum_weights(const float* x, int64_t size, const Scale& scale) {
+  const double inverse = 1.0 / scale.temperature, largest = scale.largest;
   double sums[kStrip] = {};
   const int64_t whole = size / kStrip * kStrip;
   for (int64_t i = 0; i < whole; i += kStrip)
-    for (int j = 0; j < kStrip; j++) {
-      const double s = static_cast<double>(x[i + j]) / temperature - highest;
-      scaled[i + j] = s;
-      const double weight = exp_double(s);
-      weights[i + j] = s < -707.0 ? 0.0 : weight;
-      sums[j] += weights[i + j];
-    }
-  for (int64_t i = whole; i < size; i++) {
-    scaled[i] = static_cast<double>(x[i]) / temperature - highest;
-    weights[i] = scaled[i] < -707.0 ? 0.0 : exp_double(scaled[i]);
-    sums[i - whole] += weights[i];
-  }
+    for (int j = 0; j < kStrip; j++) sums[j] += exp_double((static_cast<double>(x[i + j]) - largest) * inverse);
+  for (int64_t i = whole; i < size; i++) sums[i - whole] += exp_double((static_cast<double>(x[i]) - largest) * inverse);
   return sum_strip(sums);
 }
 
-// The ids of the largest weights that make up top_p of all, at least; in order.
-inline void nucleus_of(const SamplingRow& row, int64_t size, double total, SamplingScratch& scratch) {
-  const double wanted = row.top_p * total, rest = (1.0 - row.top_p) * total;
-  const double least = rest / size;  // whatever weighs less does not make up the rest, all of it together
-  for (double border = rest / 32;; border /= 16) {
-    border = std::max(border, least);
-    double mass = 0.0;
-    scratch.chosen.clear();
-    for (int64_t start = 0; start < size; start += kStrip) {
-      const int64_t end = std::min(size, start + kStrip);
-      bool is_any = false;
-      for (int64_t i = start; i < end; i++) is_any |= scratch.weights[i] >= border;
-      for (int64_t i = start; is_any && i < end; i++)
-        if (scratch.weights[i] >= border) mass += scratch.weights[i], scratch.chosen.push_back({scratch.scaled[i], i});
+// `chosen` becomes the ids that weigh `least` or more, in the order of their ids; returns the sum of their weights.
+inline double choose_heavy(const float* x, int64_t size, const Scale& scale, double least, SamplingScratch& scratch) {
+  double mass = 0.0, weights[kGroup], scores[kGroup];
+  scratch.chosen.clear();
+  for (int64_t start = 0; start < size; start += kGroup) {
+    if (exp_double(scale.of(scratch.maxima[start / kGroup])) < least) continue;
+    const int64_t count = std::min<int64_t>(kGroup, size - start);
+    for (int64_t j = 0; j < count; j++) {
+      scores[j] = scale.of(x[start + j]);
+      weights[j] = exp_double(scores[j]);
     }
-    if (mass >= wanted || border <= least) break;
+    for (int64_t j = 0; j < count; j++)
+      if (weights[j] >= least) mass += weights[j], scratch.chosen.push_back({scores[j], start + j, weights[j]});
   }
-  std::sort(scratch.chosen.begin(), scratch.chosen.end());
+  return mass;
+}
+
+// `chosen` becomes the ids of the largest weights that make up top_p of all, at least; the last of them is the worst.
+inline void nucleus_of(const SamplingRow& row, int64_t size, const Scale& scale, double total,
+                       SamplingScratch& scratch) {
+  const double wanted = row.top_p * total, rest = (1.0 - row.top_p) * total;
+  const double least = 0.999 * rest / size;  // whatever weighs less does not make up the rest, all of it together
+  for (double border = std::max(rest / 32, least);; border = std::max(border / 16, least)) {
+    const double mass = choose_heavy(row.allowed, size, scale, border, scratch);
+    if ((mass > 0.0 && mass >= wanted) || !(border > least)) break;
+  }
+  // The border of the nucleus is looked for in halves: nothing else has to be in order.
+  std::vector<Scored>& chosen = scratch.chosen;
+  auto begin = chosen.begin(), end = chosen.end();
+  double before = 0.0;
+  while (end - begin > kGroup) {
+    const auto middle = begin + (end - begin) / 2;
+    std::nth_element(begin, middle, end);
+    double mass = before;
+    for (auto each = begin; each != middle; each++) mass += each->weight;
+    if (mass >= wanted) end = middle; else begin = middle, before = mass;
+  }
+  std::sort(begin, end);
+  do before += begin++->weight; while (begin != end && before < wanted);
+  chosen.erase(begin, chosen.end());
 }
 
 // Drops from `chosen`, which is in order, what top-p and min-p cut off; the first always stays.
 inline void cut_chosen(const SamplingRow& row, double total, std::vector<Scored>& chosen) {
-  const double wanted = row.top_p * total, least = row.min_p > 0 ? std::log(row.min_p) : -707.0;
+  const double wanted = row.top_p * total, least = row.min_p > 0 ? std::log(row.min_p) : kLeastScore;
   double before = 0.0;
   size_t count = 0;
   for (; count < chosen.size(); count++) {
@@ -258,35 +281,37 @@ inline void cut_chosen(const SamplingRow& row, double total, std::vector<Scored>
   chosen.resize(count);
 }
 
-inline int64_t sample_randomly(const SamplingRow& row, int64_t size, float largest, SamplingScratch& scratch) {
-  const float* x = row.allowed;
-  const int64_t likeliest = first_largest(x, size, scratch.maxima, largest);
+inline int64_t sample_of_top_k(const SamplingRow& row, int64_t size, const Scale& scale, SamplingScratch& scratch) {
   std::vector<Scored>& chosen = scratch.chosen;
-  if (row.top_k > 0 && row.top_k < size) {
-    largest_of(x, size, row.top_k, scratch.maxima, chosen);
-    const double highest = static_cast<double>(largest) / row.temperature;
-    double total = 0.0;
-    for (Scored& each : chosen) {
-      each.score = each.score / row.temperature - highest;
-      total += exp_double(each.score);
-    }
-    cut_chosen(row, row.top_p < 1.0 ? total : std::numeric_limits<double>::infinity(), chosen);
-    return sample_of(row, chosen);
+  largest_of(row.allowed, size, row.top_k, scratch.maxima, chosen);
+  double total = 0.0;
+  for (Scored& each : chosen) {
+    each.score = scale.of(each.score);
+    total += exp_double(each.score);
   }
-  const double total = scale_row(x, size, row.temperature, largest, scratch);
+  cut_chosen(row, row.top_p < 1.0 ? total : std::numeric_limits<double>::infinity(), chosen);
+  return sample_of(row, chosen);
+}
+
+inline int64_t sample_randomly(const SamplingRow& row, int64_t size, float largest, SamplingScratch& scratch) {
+  const Scale scale{row.temperature, largest};
+  if (row.top_k > 0 && row.top_k < size) return sample_of_top_k(row, size, scale, scratch);
+  std::vector<Scored>& chosen = scratch.chosen;
+  Scored last{kLeastScore, -1};
   if (row.top_p < 1.0) {
-    nucleus_of(row, size, total, scratch);
-    cut_chosen(row, total, chosen);
-    return sample_of(row, chosen);
+    nucleus_of(row, size, scale, sum_weights(row.allowed, size, scale), scratch);
+    last = chosen.back();
   }
   if (row.min_p > 0) {
-    const double least = std::log(row.min_p);
-    chosen.clear();
-    for (int64_t i = 0; i < size; i++)
-      if (scratch.scaled[i] >= least) chosen.push_back({scratch.scaled[i], i});
-    return sample_of(row, chosen);
+    const Scored least{std::log(row.min_p), size};
+    if (row.top_p >= 1.0) choose_heavy(row.allowed, size, scale, 0.999999 * row.min_p, scratch);
+    std::erase_if(chosen, [&](const Scored& each) { return !is_kept(each, least); });
+    if (least < last) last = least;
   }
-  return sample_of_all(row, scratch.scaled.data(), scratch.weights.data(), size, likeliest);
+  const bool is_cut = row.top_p < 1.0 || row.min_p > 0;
+  if (is_cut && static_cast<int64_t>(chosen.size()) < size / kSparse) return sample_of(row, chosen);
+  return sample_densely(row, size, scale, first_largest(row.allowed, size, scratch.maxima, largest), last,
+                        scratch.maxima);
 }
 
 // The logprob of the row's token and its likeliest ones, most likely first, as float32 has them.
@@ -321,6 +346,10 @@ inline void sample_row(SamplingRow& row, int64_t size, int64_t* top_ids, double*
     float most = largest;
     if (row.allowed != row.logits) group_maxima(row.allowed, size, scratch.maxima, most);
     if (most == -std::numeric_limits<float>::infinity()) return;  // kNone
+    if (most == std::numeric_limits<float>::infinity()) {  // what the request did to its logits overflowed
+      row.token_id = kNotFinite;
+      return;
+    }
     row.token_id = row.temperature == 0.0 ? first_largest(row.allowed, size, scratch.maxima, most)
                                           : sample_randomly(row, size, most, scratch);
     if (row.num_top > 0 && row.allowed != row.logits) group_maxima(row.logits, size, scratch.maxima, largest);

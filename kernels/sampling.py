@@ -41,7 +41,7 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class RowAnswer:
-    """What a row gave. `token_id` is None where no token was allowed, or logits were not finite."""
+    """What a row gave. `token_id` is None where no token was allowed, or logits, edited ones too, were not finite."""
 
     token_id: int | None
     logprob: float | None = None  # of the model's own distribution, as float32 has it
@@ -83,8 +83,8 @@ def _answer(row: Tensor, request: RowRequest, likeliest: int) -> RowAnswer:
     if token_id is None:
         allowed = row if request.allowed is None else request.allowed
         token_id = likeliest if request.allowed is None else int(allowed.argmax())
-        if bool(allowed[token_id].isneginf()):
-            return RowAnswer(None)
+        if not allowed[token_id].isfinite():
+            return RowAnswer(None, is_finite=bool(allowed[token_id].isneginf()))
         if request.temperature > 0:
             scores, token_ids = _truncated(allowed, request)
             noise = exponential_noise(request.seed, request.position, row.shape[0])

@@ -20,6 +20,7 @@ from pdserve.kernels.triton.rows import RowFormat, product_dtype
 
 _TILE = 64
 _TILE_OF_WIDE_ROWS = 32  # float32 products, and int8 rows while they are expanded, would spill registers
+_TILE_OF_WIDEST_ROWS = 16  # float32 of head_dim > 128: with 32 more shared memory than a gfx942 has
 _INVARIANT_SPLIT = 512  # tokens a part, whatever the batch
 _SMALLEST_ROWS = 16  # of a matrix product
 _WANTED_PROGRAMS = 512  # enough for two on each multiprocessor of a large GPU
@@ -84,6 +85,8 @@ def decode_attention(
 
 
 def _tile(query: Tensor, rows: RowFormat) -> int:
+    if query.dtype is torch.float32 and query.shape[2] > 128:
+        return _TILE_OF_WIDEST_ROWS
     return _TILE_OF_WIDE_ROWS if rows.is_expanded or query.dtype is torch.float32 else _TILE
 
 

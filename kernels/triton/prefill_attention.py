@@ -21,6 +21,7 @@ _ROWS = 64
 _ROWS_OF_FLOAT32 = 32  # whose products run without tensor cores, from registers
 _TILE = 64
 _TILE_OF_WIDE_ROWS = 32  # of head_dim > 128, float32 or int8: what fits registers and shared memory of an sm_80
+_TILE_OF_WIDEST_ROWS = 16  # float32 of head_dim > 128: with 32 it spills kilobytes a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class PrefillBatch:
         dtype: torch.dtype,
     ) -> "PrefillBatch":
         """Cut sequences given as (query_start, query_len, context_len), in the order of `block_tables`."""
-        step = max(1, _num_rows(dtype) // heads_per_kv_head)
+        step = _num_rows(dtype, heads_per_kv_head) // heads_per_kv_head
         tiles = [
             (index, query_start + first, min(step, query_len - first), context_len - query_len + first)
             for index, (query_start, query_len, context_len) in enumerate(sequences)
@@ -71,22 +72,25 @@ def prefill_attention(
     if not len(batch.tiles):
         return output
     group = num_heads // num_kv_heads
-    is_wide = head_dim > 128 or rows.is_expanded or query.dtype is torch.float32
+    is_float32 = query.dtype is torch.float32
+    is_wide = head_dim > 128 or rows.is_expanded or is_float32
+    tile = _TILE_OF_WIDEST_ROWS if is_float32 and head_dim > 128 else _TILE_OF_WIDE_ROWS if is_wide else _TILE
     attend_rows[(len(batch.tiles), num_kv_heads)](
         query.contiguous(), rows.values, rows.scales, batch.block_tables, batch.tiles,
         query if alibi_slopes is None else alibi_slopes, output,
         batch.block_tables.stride(0), kv_blocks.stride(0), kv_blocks.stride(1), kv_blocks.stride(2),
         kv_blocks.stride(3), block_size, num_heads, scale, soft_cap or 0.0, window or 0,
-        GROUP=group, ROWS=_num_rows(query.dtype), HEAD_DIM=head_dim, DIMS=triton.next_power_of_2(head_dim),
-        TILE=_TILE_OF_WIDE_ROWS if is_wide else _TILE, FORMAT=rows.name,
+        GROUP=group, ROWS=_num_rows(query.dtype, group), HEAD_DIM=head_dim, DIMS=triton.next_power_of_2(head_dim),
+        TILE=tile, FORMAT=rows.name,
         HAS_SOFT_CAP=soft_cap is not None, HAS_WINDOW=window is not None, HAS_ALIBI=alibi_slopes is not None,
         PRODUCT=product_dtype(query.dtype), num_warps=8 if is_wide else 4,
     )  # fmt: skip
     return output
 
 
-def _num_rows(dtype: torch.dtype) -> int:
-    return _ROWS_OF_FLOAT32 if dtype is torch.float32 else _ROWS
+def _num_rows(dtype: torch.dtype, heads_per_kv_head: int) -> int:
+    """Return the rows of a tile: those of one token at least."""
+    return max(_ROWS_OF_FLOAT32 if dtype is torch.float32 else _ROWS, triton.next_power_of_2(heads_per_kv_head))
 
 
 @triton.jit

@@ -130,6 +130,7 @@ def edit(
         tl.store(row + ids, own, mask=inside)
     mask = tl.load(mask_of + index)
     if mask >= 0:
+        tl.debug_barrier()  # an id that is edited and forbidden is written twice, by two threads: this one is the last
         for start in range(0, vocab_size, TILE):
             ids = start + tl.arange(0, TILE)
             inside = ids < vocab_size
@@ -227,8 +228,8 @@ def sample_row(
         if tile_best > best_logit:
             best_id = start + tl.argmax(own, 0)
             best_logit = tile_best
-    if best_logit == float("-inf"):
-        tl.store(token_ids + index, -1)
+    if tl.abs(best_logit) == float("inf"):  # nothing is allowed, or an edit overflowed
+        tl.store(token_ids + index, tl.where(best_logit < 0, -1, -2).to(tl.int64))
         return
     if temperature == 0.0:
         tl.store(token_ids + index, best_id.to(tl.int64))

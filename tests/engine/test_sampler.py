@@ -153,6 +153,18 @@ def test_stop_ids_cannot_be_sampled_before_min_tokens(logits: torch.Tensor) -> N
     assert _sample(logits, sampling, 2).token_id in (7, 11, 13)
 
 
+def test_what_is_done_to_a_row_stays_in_its_step(logits: torch.Tensor) -> None:
+    best, second = logits.topk(2).indices.tolist()
+    edited = SamplingParams(seed=1, temperature=0, logit_bias={best: -100}, repetition_penalty=1.1)
+    lengthened = SamplingParams(seed=1, temperature=0, logit_bias={7: -5.0})
+    sampler, before = Sampler(_VOCAB, _VOCAB, _EOS), logits.clone()
+
+    tokens = [sampler.sample(logits.expand(2, -1), [_span(each), _span(each)]) for each in (edited, lengthened)]
+
+    assert [[token.token_id for token in step] for step in tokens] == [[second] * 2, [best] * 2]
+    assert torch.equal(logits, before)
+
+
 def test_logits_that_are_not_finite_fail_that_row_only(logits: torch.Tensor) -> None:
     """C136: never a stream of token 0."""
     broken = logits.clone()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -143,6 +144,25 @@ def test_branches_of_one_prompt_copy_their_blocks(model_dir: Path) -> None:
     _assert_equal(_finish(ours), _finish(reference))
 
 
+@pytest.fixture
+def dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter add products in the order of k, as a GPU does in every row.
+
+    NumPy's BLAS adds them in another order in some rows of a matrix than in others, which rows depends on the
+    processor; a sequence lies in other rows of a tile when it is alone.
+    """
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    def create_dot(self: object, a: Any, b: Any, d: Any, input_precision: object, max_imprecise: object) -> Any:
+        total = np.zeros_like(d.data)
+        for k in range(a.data.shape[-1]):
+            total += a.data[..., k, None].astype(total.dtype) * b.data[..., k, None, :].astype(total.dtype)
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.usefixtures("dots_in_order")
 def test_batch_invariant_a_sequence_has_the_same_bits_alone(model_dir: Path) -> None:
     """The neighbour law, to the bit where chunks are the same."""
     sampling = replace(_GREEDY, max_tokens=3)

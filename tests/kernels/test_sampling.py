@@ -13,7 +13,7 @@ import torch
 from pdserve.kernels import cpu
 from pdserve.kernels.cpu import CpuKernels, runs_here
 from pdserve.kernels.cpu_sampling import CompiledRowSampler
-from pdserve.kernels.sampling import RowRequest, RowSampler, exponential_noise, sample_rows
+from pdserve.kernels.sampling import RowAnswer, RowRequest, RowSampler, exponential_noise, sample_rows
 
 _SIZES = (1, 7, 63, 64, 65, 1000, 3001)
 _RANDOM = (
@@ -33,6 +33,8 @@ _RANDOM = (
     {"top_k": 40, "top_p": 0.8},
     {"top_k": 40, "top_p": 0.8, "min_p": 0.05},
     {"top_p": 0.95, "min_p": 0.01},
+    {"min_p": 1e-9},
+    {"top_p": 0.95, "temperature": 2.0, "min_p": 1e-3},
 )
 
 
@@ -155,6 +157,26 @@ def test_rows_without_an_answer_say_why(compiled: RowSampler) -> None:
     assert [answer.token_id is None for answer in answers] == [False, True, True, True, False, True]
     assert [answer.is_finite for answer in answers] == [True, False, False, False, True, True]
     assert answers == sample_rows(logits, requests)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        RowRequest(),
+        RowRequest(temperature=1.0),
+        RowRequest(temperature=1.0, top_p=0.9),
+        RowRequest(temperature=1.0, top_k=5),
+        RowRequest(temperature=1.0, min_p=0.1),
+    ],
+)
+def test_edits_that_overflow_are_told_and_not_searched_for_ever(compiled: RowSampler, wanted: RowRequest) -> None:
+    logits = _logits(7, 200)[:1]
+    edited = logits[0].clone()
+    edited[[3, 150]] = torch.inf
+
+    answers = compiled(logits, [replace(wanted, allowed=edited)])
+
+    assert answers == sample_rows(logits, [replace(wanted, allowed=edited)]) == [RowAnswer(None, is_finite=False)]
 
 
 def test_a_row_is_answered_alike_alone_and_among_others_however_it_lies(compiled: RowSampler) -> None:

@@ -23,6 +23,7 @@ _SHAPES = {
     },
     "head-dim-128": {"head_dim": 128, "heads_per_kv_head": 5, "block_size": 64},
     "head-dim-256-bfloat16": {"head_dim": 256, "heads_per_kv_head": 6, "block_size": 128, "dtype": torch.bfloat16},
+    "head-dim-256": {"head_dim": 256, "heads_per_kv_head": 2},
     "seven-heads": {"heads_per_kv_head": 7, "num_kv_heads": 1},
     "eight-heads-float16-cache": {"heads_per_kv_head": 8, "num_kv_heads": 1, "kv_dtype": torch.float16},
     "nine-heads": {"heads_per_kv_head": 9, "num_kv_heads": 3, "block_size": 8},

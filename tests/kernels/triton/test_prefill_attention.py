@@ -24,6 +24,7 @@ _SHAPES = {
         "heads_per_kv_head": 3, "kv_dtype": torch.float8_e4m3fn, "dtype": torch.float16
     },
     "two-heads-int8-float16": {"heads_per_kv_head": 2, "kv_dtype": torch.int8, "dtype": torch.float16},
+    "head-dim-256": {"head_dim": 256, "heads_per_kv_head": 2},
     "one-head": {"heads_per_kv_head": 1, "num_kv_heads": 3},
 }  # fmt: skip
 _RULES = ((None, None), (9, None), (20, 2.0))
@@ -66,6 +67,15 @@ def test_a_sequence_has_the_same_bits_alone(make_inputs: MakeInputs) -> None:
         rows = slice(span.query_start, span.query_start + span.query_len)
         alone = _batch(inputs, slice(index, index + 1))
         assert torch.equal(prefill_attention(inputs.query[rows], inputs.kv_blocks, alone, 0.3), together[rows])
+
+
+def test_more_heads_share_a_kv_head_than_a_tile_usually_has_rows(make_inputs: MakeInputs) -> None:
+    inputs = make_inputs(sequences=((3, 5), (1, 2)), head_dim=40, num_kv_heads=1, heads_per_kv_head=71)
+
+    output = prefill_attention(inputs.query, inputs.kv_blocks, _batch(inputs), 0.3)
+
+    expected = paged_attention(inputs.query, inputs.kv_blocks, inputs.spans, 0.3)
+    torch.testing.assert_close(output, expected, atol=2e-5, rtol=0)
 
 
 def test_empty_batch(make_inputs: MakeInputs) -> None:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,6 +101,16 @@ def test_a_row_that_is_not_finite_is_told(device: torch.device, bad: float) -> N
     chosen = sample(logits, _sampling_rows(_ROWS[:2], device))
 
     assert chosen.tolist()[1] == NOT_FINITE != chosen.tolist()[0]
+
+
+def test_edits_that_overflow_are_told(device: torch.device) -> None:
+    edits = [LogitEdits((3,), (3e38,), (False,), (0,))] * 2
+    logits = torch.full((2, 70), 3e38, device=device)
+
+    with np.errstate(over="ignore"):  # the interpreter's
+        chosen = sample(logits, _sampling_rows(_ROWS[:2], device), EditedRows.of(edits, 70, device))
+
+    assert chosen.tolist() == [NOT_FINITE] * 2
 
 
 def test_no_rows(device: torch.device) -> None:
