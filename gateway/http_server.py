@@ -134,11 +134,13 @@ class _Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         """Take bytes; those that begin a head are waited for to end it."""
         waiter = self._waiter  # pending between requests: aiohttp's loop waits for the next head
-        is_head = waiter is not None and not waiter.done() and bool(data.strip())
+        # With TLS the first bytes may come in the same turn as the connection: that loop has not begun yet.
+        is_awaited = self._head_timer is not None or (waiter is not None and not waiter.done())
+        is_head = is_awaited and bool(data.strip())
         super().data_received(data)
-        if waiter is None or not is_head:
+        if not is_head:
             return
-        if waiter.done():
+        if self._messages:
             self._stop_waiting()
         elif not self._has_begun:
             self._has_begun = True

@@ -8,6 +8,9 @@
 // This file is what Python calls; the parts are in the headers beside it.
 
 #include <sys/mman.h>
+#if defined(__AVX2__)
+#include <cpuid.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
@@ -47,11 +50,14 @@ int pdserve_inputs() { return kInputs; }
 // Whether this processor has the instructions of this build.
 int pdserve_runs_here() {
 #if defined(__AVX512VNNI__)
-  return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw");
+  return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #elif defined(__AVX512F__)
   return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #elif defined(__AVX2__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  unsigned a, b, features = 0, d;  // of f16c not every compiler's __builtin_cpu_supports has heard
+  const bool has_f16c = __get_cpuid(1, &a, &b, &features, &d) && (features & bit_F16C);
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c;
 #else
   return 1;
 #endif

@@ -34,6 +34,45 @@ async def shown_by(url: str) -> bytes:
     return shown
 
 
+class Handshake:
+    """A client of which the bytes of a handshake are in hand."""
+
+    def __init__(self, context: ssl.SSLContext, host: str, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]):
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._session = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
+        self._reader, self.writer = streams
+
+    @classmethod
+    async def with_first_words(cls, host: str, port: int, context: ssl.SSLContext, words: bytes) -> "Handshake":
+        """Shake hands and send `words` in one piece with the last of that."""
+        client = cls(context, host, await asyncio.open_connection(host, port))
+        while True:
+            try:
+                client._session.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                client.writer.write(client._outgoing.read())
+                client._incoming.write(await client._reader.read(65_536))
+        client.write(words)
+        return client
+
+    def write(self, words: bytes) -> None:
+        self._session.write(words)
+        self.writer.write(self._outgoing.read())
+
+    async def read_until(self, end: bytes) -> bytes:
+        """Return what comes up to `end`, or up to the end of the connection."""
+        received = b""
+        while not received.endswith(end):
+            try:
+                received += self._session.read(65_536)
+            except ssl.SSLWantReadError:
+                if not (more := await self._reader.read(65_536)):
+                    break
+                self._incoming.write(more)
+        return received
+
+
 async def test_clients_are_served_by_https_and_a_renewed_certificate_is_taken(start_gateway, tmp_path):
     files, client, first = issue(tmp_path, "127.0.0.1")
     gateway = await start_gateway(tls=files)
@@ -49,6 +88,26 @@ async def test_clients_are_served_by_https_and_a_renewed_certificate_is_taken(st
     async with asyncio.timeout(30):
         while await shown_by(gateway.url) != second:
             pass
+
+
+async def test_a_request_that_comes_together_with_the_end_of_the_handshake_is_waited_for_no_longer(
+    start_gateway, tmp_path
+):
+    files, client, _ = issue(tmp_path, "127.0.0.1")
+    gateway = await start_gateway(tls=files, read_timeout_s=0.5)
+    host, port = gateway.url.removeprefix("https://").split(":")
+    async with asyncio.timeout(30):
+        first = await Handshake.with_first_words(host, int(port), client, b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n")
+        answered = await first.read_until(b"}")
+
+        silent, silent_writer = await asyncio.open_connection(host, int(port), ssl=client)
+        assert await silent.read() == b""  # the deadline of the head is over, that of the earlier connection too
+        first.write(b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n")
+        again = await first.read_until(b"}")
+        for writer in (silent_writer, first.writer):
+            writer.close()
+
+    assert answered.startswith(b"HTTP/1.1 200") and again.startswith(b"HTTP/1.1 200")
 
 
 def test_a_broken_renewal_leaves_the_old_one_in_use(tmp_path):
