@@ -33,6 +33,7 @@ from pdserve.kernels.int8_linear import Int8Weight
 from pdserve.kernels.kv_rows import row_elements
 from pdserve.kernels.logit_edits import LogitEdits
 from pdserve.kernels.rope import RopeLayout
+from pdserve.kernels.seen_tokens import SeenTokens
 from pdserve.kernels.triton.activation import gated_activation
 from pdserve.kernels.triton.block_copy import copy_blocks, gather_blocks
 from pdserve.kernels.triton.decode_attention import DecodeBatch, decode_attention
@@ -143,7 +144,7 @@ def _other_examples(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]
     yield f"{name} to i8", lambda: gather_blocks(blocks, ids, torch.int8)
     yield f"i8 to {name}", lambda: gather_blocks(gather_blocks(blocks, ids, torch.int8), ids, dtype)
     yield f"{name} to fp8", lambda: gather_blocks(blocks, ids, torch.float8_e4m3fn)
-    logits, edited = torch.zeros(4, 128_000), LogitEdits((1, 2), (0.0,) * 2, (True,) * 2, (0, 1))
+    logits, edited = torch.zeros(4, 128_000), LogitEdits(((1, 0.5),), SeenTokens((1, 2)))
     edits = EditedRows.of([edited] * 4, 128_000, ids.device)
     yield "vocabulary of any size", lambda: sample(logits, sampling)
     yield "vocabulary of any size, edits", lambda: sample(logits, sampling, edits)

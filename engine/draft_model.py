@@ -96,7 +96,6 @@ class DraftModelDrafter:
             num_token_ids,
             target_dir.eos_token_ids(),
             answer=runner.row_sampler(answer),
-            edits_rows=runner.samples_on_device,
         )
         return cls(runner, sampler, config.block_size, config.max_num_batched_tokens)
 
@@ -206,4 +205,5 @@ class DraftModelDrafter:
             sampling=None if drafted is None else sampling,
             output_position=wanted.output_position + len(drafted or ()),
             output_history=(*wanted.output_history, *(drafted or ())) if needs_history else (),
+            seen=wanted.seen.followed_by(drafted) if drafted and wanted.seen is not None else wanted.seen,
         )

@@ -144,9 +144,7 @@ class Engine:
         )
         answer = choose_row_sampler(config.num_threads or num_available_cores(), use_cpu_kernels=config.use_cpu_kernels)
         answer = runner.row_sampler(answer)
-        sampler = Sampler(
-            shape.vocab_size, num_token_ids, eos_ids, grammars, answer, edits_rows=runner.samples_on_device
-        )
+        sampler = Sampler(shape.vocab_size, num_token_ids, eos_ids, grammars, answer)
         speculator = make_speculator(config, scheduler)
         return cls(runner, scheduler, sampler, grammars, facts, tiers, speculator)
 

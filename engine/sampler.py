@@ -17,11 +17,11 @@ from torch import Tensor
 
 from pdserve.engine.errors import GrammarFailed
 from pdserve.engine.grammar_masks import GrammarMasks
-from pdserve.engine.logits_processing import logit_edits, process_logits
+from pdserve.engine.logits_processing import logit_edits
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.scheduled_batch import ScheduledSpan
 from pdserve.engine.step_output import SampledToken, TokenScore
-from pdserve.kernels.logit_edits import LogitEdits
+from pdserve.kernels.logit_edits import LogitEdits, edit_row
 from pdserve.kernels.sampling import RowAnswer, RowRequest, RowSampler, sample_rows
 from pdserve.kernels.sampling import exponential_noise as exponential_noise
 
@@ -32,15 +32,14 @@ _NOTHING_ALLOWED = SampledToken(
     is_bad_request=True,
 )
 _LIKELIEST = RowRequest()
-_MAX_KEPT_BYTES = 2**24  # of copies: 85 rows of 49,152
 
 
 class Sampler:
     """Samples one token for each row; ids outside the tokenizer or forbidden by min_tokens are never sampled.
 
     `grammars` has begun with the masks of the rows of structured answers; a sampler of drafts has none: the grammar is
-    held against them when they are verified. `answer` does the arithmetic of all rows at once, with `edits_rows` also
-    what a request does to logits.
+    held against them when they are verified. `answer` does the arithmetic of all rows at once, and what requests do to
+    logits with it.
     """
 
     def __init__(
@@ -50,15 +49,11 @@ class Sampler:
         eos_ids: frozenset[int],
         grammars: GrammarMasks | None = None,
         answer: RowSampler = sample_rows,
-        *,
-        edits_rows: bool = False,
     ) -> None:
         self._grammars = grammars
         self._answer = answer
-        self._edits_rows = edits_rows
         self._num_token_ids = min(num_token_ids, vocab_size)
-        self._eos_ids = torch.tensor(sorted(eos_ids), dtype=torch.int64)
-        self._copies = _RowCopies(self._num_token_ids)
+        self._eos_ids = tuple(sorted(eos_ids))
 
     def sample(self, logits: Tensor, spans: Sequence[ScheduledSpan]) -> list[SampledToken]:
         """Sample for the spans that want it; row i of `logits` [num_rows, vocab_size] belongs to spans[i]."""
@@ -67,7 +62,7 @@ class Sampler:
         requests = []
         for index, (row, span) in enumerate(zip(logits, spans, strict=True)):
             try:
-                requests.append(_LIKELIEST if index in known else self._request(row, span, index))
+                requests.append(_LIKELIEST if index in known else self._request(row, span))
             except GrammarFailed as error:
                 known[index] = SampledToken(None, failure=f"structured output: {error}", is_bad_request=True)
                 requests.append(_LIKELIEST)
@@ -82,16 +77,14 @@ class Sampler:
         answers = self._answer(logits[:, : self._num_token_ids], requests)
         return [TokenScore(math.nan if each.logprob is None else each.logprob, each.top_logprobs) for each in answers]
 
-    def _request(self, row: Tensor, span: ScheduledSpan, index: int) -> RowRequest:
+    def _request(self, row: Tensor, span: ScheduledSpan) -> RowRequest:
         sampling = span.sampling
         assert sampling is not None and sampling.seed is not None
-        is_edited = self._edits_rows and sampling.logprobs is None and sampling.structured_outputs is None
-        edits = self._edits(sampling, span) if is_edited else None
-        allowed = None if is_edited else self._allowed(row, span, index)
+        edits = self._edits(row, sampling, span)
         if sampling.is_greedy:
-            if allowed is None and edits is None and sampling.logprobs is None:
+            if edits is None and sampling.logprobs is None:
                 return _LIKELIEST
-            return RowRequest(num_top=sampling.logprobs, allowed=allowed, edits=edits)
+            return RowRequest(num_top=sampling.logprobs, edits=edits)
         return RowRequest(
             temperature=sampling.temperature,
             top_k=max(0, sampling.top_k),
@@ -100,32 +93,19 @@ class Sampler:
             seed=sampling.seed,
             position=span.output_position,
             num_top=sampling.logprobs,
-            allowed=allowed,
             edits=edits,
         )
 
-    def _edits(self, sampling: SamplingParams, span: ScheduledSpan) -> LogitEdits | None:
+    def _edits(self, row: Tensor, sampling: SamplingParams, span: ScheduledSpan) -> LogitEdits | None:
+        banned = self._banned_by_grammar(sampling, span)
         is_too_short = span.output_position < sampling.min_tokens
-        forbidden = (*sampling.stop_token_ids, *self._eos_ids.tolist()) if is_too_short else ()
-        return logit_edits(sampling, span.prompt_history, span.output_history, forbidden)
-
-    def _allowed(self, row: Tensor, span: ScheduledSpan, index: int) -> Tensor | None:
-        """Return the logits that the index-th row is sampled from; None if they are the model's own."""
-        sampling = span.sampling
-        assert sampling is not None
-        is_banned = self._banned_by_grammar(sampling, span)
-        is_too_short = span.output_position < sampling.min_tokens
-        if not sampling.changes_logits and is_banned is None and not is_too_short:
-            return None
-        allowed = process_logits(self._copies.of(row, index), sampling, span.prompt_history, span.output_history)
-        if is_banned is not None:
-            allowed.masked_fill_(is_banned, -math.inf)
-        if not is_too_short:
-            return allowed
-        ids = torch.cat([torch.tensor(sampling.stop_token_ids, dtype=torch.int64), self._eos_ids])
-        longer = allowed.index_fill(0, ids[ids < self._num_token_ids], -math.inf)
+        forbidden = (*sampling.stop_token_ids, *self._eos_ids) if is_too_short else ()
+        edits = logit_edits(sampling, span.seen, span.output_history, forbidden, banned)
+        if banned is None or edits is None or not is_too_short:
+            return edits
         # A structured answer that is whole ends before min_tokens: nothing else may follow.
-        return allowed if is_banned is not None and bool(longer.max().isneginf()) else longer
+        is_whole = bool(edit_row(row.cpu(), edits).max().isneginf())
+        return logit_edits(sampling, span.seen, span.output_history, banned=banned) if is_whole else edits
 
     def _banned_by_grammar(self, sampling: SamplingParams, span: ScheduledSpan) -> Tensor | None:
         if sampling.structured_outputs is None or self._grammars is None:
@@ -145,22 +125,6 @@ class Sampler:
             SampledToken(None, top_logprobs=each.top_logprobs) if each.is_finite else _NOT_FINITE for each in answers
         ]
         return dict(zip(beams, tokens, strict=True))
-
-
-class _RowCopies:
-    """Copies of rows on the host, in memory that is kept: page faults of new memory take 30 times the copy."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._kept: list[Tensor] = []
-
-    def of(self, row: Tensor, index: int) -> Tensor:
-        """Return a copy that is the caller's until the next one with this index."""
-        if index >= _MAX_KEPT_BYTES // row.nbytes:
-            return row.cpu().clone()
-        while index >= len(self._kept):
-            self._kept.append(torch.empty(self._size))
-        return self._kept[index].copy_(row)
 
 
 def _token(answer: RowAnswer) -> SampledToken:

@@ -198,20 +198,14 @@ class SamplingParams:
         return self.temperature < 1e-5 or self.top_k == 1 or self.top_p == 0.0
 
     @property
-    def changes_logits(self) -> bool:
-        """Whether the logits are not sampled from as the model gives them."""
-        return self._has_penalties or bool(self.logit_bias) or self.allowed_token_ids is not None
-
-    @property
     def needs_history(self) -> bool:
-        """Whether the next token's distribution depends on the tokens before it beyond what the model says."""
-        return self._has_penalties or self.structured_outputs is not None
+        """Whether what may follow depends on the order of the tokens generated before."""
+        return bool(self.bad_words_ids) or self.structured_outputs is not None
 
     @property
-    def _has_penalties(self) -> bool:
-        return bool(
-            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1 or self.bad_words_ids
-        )
+    def has_penalties(self) -> bool:
+        """Whether the next token's distribution depends on which tokens came before, in any order."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 def branch_seed(seed: int | None, index: int) -> int | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pdserve.engine.block_pool import BlockId
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.sequence import Sequence
+from pdserve.kernels.seen_tokens import SeenTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +13,8 @@ class ScheduledSpan:
     """Tokens [start, start + len(token_ids)) of a sequence, to be computed in this step.
 
     `draft_token_ids` are guesses at the tokens that follow, computed in the same step to be verified.
-    The two histories are there only if the sampling needs them, so that others pay nothing for their length. Where
+    `output_history` and `seen` are there only if the sampling needs them, so that others pay nothing for their length;
+    `seen` is the sequence's own and counts on with its next span. Where
     prompt logprobs are wanted, `scored_token_ids` are the prompt tokens that follow the first tokens of this span.
     A span without tokens samples once more from the last row of the span before it: the first token of a branch.
     """
@@ -24,8 +26,8 @@ class ScheduledSpan:
     block_table: tuple[BlockId, ...]
     sampling: SamplingParams | None  # sample the next token after the last one of this span; None in mid-prompt
     output_position: int  # of the token to sample
-    prompt_history: tuple[int, ...] = ()
     output_history: tuple[int, ...] = ()
+    seen: SeenTokens | None = None
     scored_token_ids: tuple[int, ...] = ()
     num_top_scores: int = 0
     draft_token_ids: tuple[int, ...] = ()
@@ -47,8 +49,8 @@ class ScheduledSpan:
             block_table=tuple(sequence.block_table[: -(-end // block_size)]),
             sampling=sampling if samples else None,
             output_position=sequence.num_output_tokens,
-            prompt_history=sequence.spec.prompt_token_ids if has_history else (),
             output_history=tuple(sequence.token_ids[sequence.num_prompt_tokens :]) if has_history else (),
+            seen=sequence.count_seen() if samples and sampling.has_penalties else None,
             scored_token_ids=sequence.spec.prompt_token_ids[start + 1 : end + 1] if is_scored else (),
             num_top_scores=(sampling.prompt_logprobs or 0) if is_scored else 0,
             num_candidates=sequence.spec.num_candidates,
@@ -68,8 +70,8 @@ class ScheduledSpan:
             block_table=(),
             sampling=sampling if samples else None,
             output_position=follower.num_output_tokens,
-            prompt_history=follower.spec.prompt_token_ids if has_history else (),
             output_history=tuple(follower.token_ids[follower.num_prompt_tokens :]) if has_history else (),
+            seen=follower.count_seen() if samples and sampling.has_penalties else None,
         )
 
     def after_drafts(self, num_accepted: int) -> "ScheduledSpan":
@@ -84,6 +86,7 @@ class ScheduledSpan:
             token_ids=accepted[-1:],
             output_position=self.output_position + num_accepted,
             output_history=(*self.output_history, *accepted) if self.sampling.needs_history else (),
+            seen=None if self.seen is None else self.seen.followed_by(accepted),
             scored_token_ids=(),
             draft_token_ids=(),
         )

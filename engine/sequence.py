@@ -7,6 +7,7 @@ from pdserve.engine.block_pool import BlockId
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.step_output import TokenScore
 from pdserve.engine.tier_moves import HostSlot
+from pdserve.kernels.seen_tokens import SeenTokens
 
 
 class SequenceStatus(StrEnum):
@@ -60,6 +61,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_seen",
         "block_table",
         "followers",
         "is_fetching",
@@ -99,6 +101,7 @@ class Sequence:
         self.is_looked_up = False  # the prefix tree has counted its hits and misses
         self.is_fetching = False  # blocks of it are being read from disk: it waits for them
         self.swapped: SwappedBlocks | None = None  # only while it waits after a preemption
+        self._seen: SeenTokens | None = None  # made when they are asked for first
 
     @property
     def seq_id(self) -> str:
@@ -119,6 +122,15 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens sampled so far, here or elsewhere: the output position of the next one."""
         return len(self.token_ids) - len(self.spec.prompt_token_ids)
+
+    def count_seen(self) -> SeenTokens:
+        """Return what penalties are of, up to the last token known; counted on from where it was asked for last."""
+        num_prompt_tokens = len(self.spec.prompt_token_ids)
+        if self._seen is None:
+            penalizes_prompt = self.spec.sampling.repetition_penalty != 1
+            self._seen = SeenTokens(self.spec.prompt_token_ids if penalizes_prompt else ())
+        self._seen.add(self.token_ids[num_prompt_tokens + self._seen.num_generated :])
+        return self._seen
 
     @property
     def is_prompt_scored(self) -> bool:

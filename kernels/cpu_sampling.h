@@ -14,15 +14,17 @@
 #include <limits>
 #include <vector>
 
+#include "cpu_logit_edits.h"
 #include "cpu_noise.h"
 #include "cpu_threads.h"
+#include "cpu_weights.h"
 
 namespace {
 
 // What a row asks for, and behind it the answer. kernels/cpu_sampling.py lays it out; it is all of 8 bytes.
 struct SamplingRow {
-  const float* logits;   // the model's: what logprobs are of
-  const float* allowed;  // what is sampled from; -inf forbids
+  float* logits;          // the model's: what logprobs are of; edited while a token is sampled, and put back
+  const RowEdits* edits;  // null: none
   double temperature;    // 0: the likeliest
   double top_p, min_p;
   int64_t top_k;  // 0: off
@@ -33,9 +35,7 @@ struct SamplingRow {
 };
 
 constexpr int64_t kSample = -1, kNone = -1, kNotFinite = -2;
-constexpr int kStrip = 16;
 constexpr double kMostNoise = 36.8;  // -log of the least noise above 0, which is 2^-53
-constexpr double kLeastScore = -707.0;  // what is scored less weighs nothing
 constexpr int64_t kSparse = 8;  // fewer than one id in so many are drawn for one by one
 
 struct Scored {
@@ -50,76 +50,12 @@ struct Scored {
 struct SamplingScratch {
   std::vector<float> maxima;
   std::vector<Scored> chosen;
+  RowEditor editor;
 };
 
 inline SamplingScratch& sampling_scratch() {
   static thread_local SamplingScratch scratch;
   return scratch;
-}
-
-inline double multiply_add(double a, double b, double c) {
-#if defined(__FMA__)
-  return std::fma(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-
-// exp(x) for x <= 0, to the last bit or two; 1e-307 where it would be less.
-inline double exp_double(double x) {
-  constexpr double kToInteger = 6755399441055744.0;  // 1.5 * 2^52: the integer is in the low bits of the sum
-  x = x < kLeastScore ? kLeastScore : x;
-  const double shifted = multiply_add(x, 1.4426950408889634, kToInteger), n = shifted - kToInteger;
-  double r = multiply_add(n, -6.93147180369123816490e-01, x);
-  r = multiply_add(n, -1.90821492927058770002e-10, r);
-  double p = 1.0 / 6227020800.0;
-  p = multiply_add(p, r, 1.0 / 479001600.0);
-  p = multiply_add(p, r, 1.0 / 39916800.0);
-  p = multiply_add(p, r, 1.0 / 3628800.0);
-  p = multiply_add(p, r, 1.0 / 362880.0);
-  p = multiply_add(p, r, 1.0 / 40320.0);
-  p = multiply_add(p, r, 1.0 / 5040.0);
-  p = multiply_add(p, r, 1.0 / 720.0);
-  p = multiply_add(p, r, 1.0 / 120.0);
-  p = multiply_add(p, r, 1.0 / 24.0);
-  p = multiply_add(p, r, 1.0 / 6.0);
-  p = multiply_add(p, r, 0.5);
-  p = multiply_add(p, r, 1.0);
-  p = multiply_add(p, r, 1.0);
-  return std::bit_cast<double>(std::bit_cast<int64_t>(p) + (std::bit_cast<int64_t>(shifted) << 52));
-}
-
-inline double sum_strip(const double* lanes) {
-  double sums[kStrip];
-  std::copy(lanes, lanes + kStrip, sums);
-  for (int width = kStrip / 2; width > 0; width /= 2)
-    for (int j = 0; j < width; j++) sums[j] += sums[j + width];
-  return sums[0];
-}
-
-// The largest value of each group of 64, and of all; false if a value is not finite.
-inline bool group_maxima(const float* x, int64_t size, std::vector<float>& maxima, float& largest) {
-  uint32_t exponents[kStrip] = {};
-  maxima.clear();
-  largest = -std::numeric_limits<float>::infinity();
-  for (int64_t start = 0; start < size; start += kGroup) {
-    float most[kStrip];
-    std::fill(most, most + kStrip, -std::numeric_limits<float>::infinity());
-    const int64_t end = std::min(size, start + kGroup), whole = start + (end - start) / kStrip * kStrip;
-    for (int64_t i = start; i < whole; i += kStrip)
-      for (int j = 0; j < kStrip; j++) {
-        most[j] = x[i + j] > most[j] ? x[i + j] : most[j];
-        const uint32_t exponent = std::bit_cast<uint32_t>(x[i + j]) & 0x7f800000;
-        exponents[j] = exponent > exponents[j] ? exponent : exponents[j];
-      }
-    for (int64_t i = whole; i < end; i++) {
-      most[0] = std::max(most[0], x[i]);
-      exponents[0] = std::max(exponents[0], std::bit_cast<uint32_t>(x[i]) & 0x7f800000);
-    }
-    maxima.push_back(*std::max_element(most, most + kStrip));
-    largest = std::max(largest, maxima.back());
-  }
-  return *std::max_element(exponents, exponents + kStrip) != 0x7f800000;
 }
 
 // The first id with the largest value.
@@ -158,15 +94,6 @@ inline double uniform_at(const SamplingRow& row, int64_t id) {
   return uniform_of(words[id % 4]);
 }
 
-// What a row's logits become: x / temperature - that of the largest.
-struct Scale {
-  Scale(double temperature, double largest)
-      : temperature(temperature), largest(largest), highest(largest / temperature) {}
-  double of(double x) const { return x / temperature - highest; }
-
-  const double temperature, largest, highest;
-};
-
 // What is kept: a better score than the last, or its own id and the smaller ones of the same score.
 inline bool is_kept(const Scored& own, const Scored& last) {
   return own.score > last.score || (own.score == last.score && own.id <= last.id);
@@ -191,8 +118,8 @@ inline int64_t sample_of(const SamplingRow& row, const std::vector<Scored>& kept
 
 // Of all ids up to the last that is kept. A group of ids is drawn for at once, and compared with what its largest
 // logit could do.
-inline int64_t sample_densely(const SamplingRow& row, int64_t size, const Scale& scale, int64_t likeliest,
-                              const Scored& last, const std::vector<float>& maxima) {
+inline int64_t sample_densely(const SamplingRow& row, const float* x, int64_t size, const Scale& scale,
+                              int64_t likeliest, const Scored& last, const std::vector<float>& maxima) {
   Scored best{noisy(0.0, uniform_at(row, likeliest)), likeliest};
   for (int64_t start = 0; start < size; start += kGroup) {
     const double highest = scale.of(maxima[start / kGroup]);
@@ -207,7 +134,7 @@ inline int64_t sample_densely(const SamplingRow& row, int64_t size, const Scale&
     if (smallest > most) continue;
     for (int64_t id = start; id < end; id++) {
       const uint64_t word = words[place_of(id - start)];
-      const Scored plain{scale.of(row.allowed[id]), id};
+      const Scored plain{scale.of(x[id]), id};
       if (word > most || !is_kept(plain, last)) continue;
       const Scored own{noisy(plain.score, uniform_of(word)), id};
       if (own < best) best = own, most = limit();
@@ -216,42 +143,42 @@ inline int64_t sample_densely(const SamplingRow& row, int64_t size, const Scale&
   return best.id;
 }
 
-// The sum of exp(scaled) over a row.
-inline double sum_weights(const float* x, int64_t size, const Scale& scale) {
-  const double inverse = 1.0 / scale.temperature, largest = scale.largest;
-  double sums[kStrip] = {};
-  const int64_t whole = size / kStrip * kStrip;
-  for (int64_t i = 0; i < whole; i += kStrip)
-    for (int j = 0; j < kStrip; j++) sums[j] += exp_double((static_cast<double>(x[i + j]) - largest) * inverse);
-  for (int64_t i = whole; i < size; i++) sums[i - whole] += exp_double((static_cast<double>(x[i]) - largest) * inverse);
-  return sum_strip(sums);
+// A logit below which no id weighs `least`; some above it do not either.
+inline float light_below(const Scale& scale, double least) {
+  const double margin = 1e-9 * scale.temperature + 1e-12 * std::fabs(scale.largest);
+  const double border = (std::log(least) + scale.highest) * scale.temperature - margin;
+  return std::nextafterf(static_cast<float>(border), kForbidden);
 }
 
 // `chosen` becomes the ids that weigh `least` or more, in the order of their ids; returns the sum of their weights.
 inline double choose_heavy(const float* x, int64_t size, const Scale& scale, double least, SamplingScratch& scratch) {
+  const float border = light_below(scale, least);
   double mass = 0.0, weights[kGroup], scores[kGroup];
+  int places[kGroup];
   scratch.chosen.clear();
   for (int64_t start = 0; start < size; start += kGroup) {
-    if (exp_double(scale.of(scratch.maxima[start / kGroup])) < least) continue;
-    const int64_t count = std::min<int64_t>(kGroup, size - start);
-    for (int64_t j = 0; j < count; j++) {
-      scores[j] = scale.of(x[start + j]);
-      weights[j] = exp_double(scores[j]);
-    }
-    for (int64_t j = 0; j < count; j++)
-      if (weights[j] >= least) mass += weights[j], scratch.chosen.push_back({scores[j], start + j, weights[j]});
+    if (scratch.maxima[start / kGroup] < border) continue;
+    const int64_t size_here = std::min<int64_t>(kGroup, size - start);
+    int count = 0;
+    for (int j = 0; j < size_here; j++) places[count] = j, count += x[start + j] >= border;
+    for (int i = 0; i < count; i++) scores[i] = scale.of(x[start + places[i]]);
+    for (int i = 0; i < count; i++) weights[i] = exp_double(scores[i]);
+    for (int i = 0; i < count; i++)
+      if (weights[i] >= least) mass += weights[i], scratch.chosen.push_back({scores[i], start + places[i], weights[i]});
   }
   return mass;
 }
 
 // `chosen` becomes the ids of the largest weights that make up top_p of all, at least; the last of them is the worst.
-inline void nucleus_of(const SamplingRow& row, int64_t size, const Scale& scale, double total,
-                       SamplingScratch& scratch) {
+// False where what the sum of all weights may be off by leaves it open which one that is.
+inline bool find_nucleus(const SamplingRow& row, const float* x, int64_t size, const Scale& scale,
+                         const RoughSum& all, SamplingScratch& scratch) {
+  const double total = all.sum, slack = row.top_p * all.error;
   const double wanted = row.top_p * total, rest = (1.0 - row.top_p) * total;
   const double least = 0.999 * rest / size;  // whatever weighs less does not make up the rest, all of it together
   for (double border = std::max(rest / 32, least);; border = std::max(border / 16, least)) {
-    const double mass = choose_heavy(row.allowed, size, scale, border, scratch);
-    if ((mass > 0.0 && mass >= wanted) || !(border > least)) break;
+    const double mass = choose_heavy(x, size, scale, border, scratch);
+    if ((mass > 0.0 && mass >= wanted + slack) || !(border > least)) break;
   }
   // The border of the nucleus is looked for in halves: nothing else has to be in order.
   std::vector<Scored>& chosen = scratch.chosen;
@@ -267,6 +194,13 @@ inline void nucleus_of(const SamplingRow& row, int64_t size, const Scale& scale,
   std::sort(begin, end);
   do before += begin++->weight; while (begin != end && before < wanted);
   chosen.erase(begin, chosen.end());
+  return before >= wanted + slack && before - chosen.back().weight < wanted - slack;
+}
+
+inline void nucleus_of(const SamplingRow& row, const float* x, int64_t size, const Scale& scale,
+                       SamplingScratch& scratch) {
+  if (!find_nucleus(row, x, size, scale, sum_roughly(x, size, scale), scratch))
+    find_nucleus(row, x, size, scale, {sum_weights(x, size, scale), 0.0}, scratch);
 }
 
 // Drops from `chosen`, which is in order, what top-p and min-p cut off; the first always stays.
@@ -281,9 +215,10 @@ inline void cut_chosen(const SamplingRow& row, double total, std::vector<Scored>
   chosen.resize(count);
 }
 
-inline int64_t sample_of_top_k(const SamplingRow& row, int64_t size, const Scale& scale, SamplingScratch& scratch) {
+inline int64_t sample_of_top_k(const SamplingRow& row, const float* x, int64_t size, const Scale& scale,
+                               SamplingScratch& scratch) {
   std::vector<Scored>& chosen = scratch.chosen;
-  largest_of(row.allowed, size, row.top_k, scratch.maxima, chosen);
+  largest_of(x, size, row.top_k, scratch.maxima, chosen);
   double total = 0.0;
   for (Scored& each : chosen) {
     each.score = scale.of(each.score);
@@ -293,25 +228,25 @@ inline int64_t sample_of_top_k(const SamplingRow& row, int64_t size, const Scale
   return sample_of(row, chosen);
 }
 
-inline int64_t sample_randomly(const SamplingRow& row, int64_t size, float largest, SamplingScratch& scratch) {
+inline int64_t sample_randomly(const SamplingRow& row, const float* x, int64_t size, float largest,
+                               SamplingScratch& scratch) {
   const Scale scale{row.temperature, largest};
-  if (row.top_k > 0 && row.top_k < size) return sample_of_top_k(row, size, scale, scratch);
+  if (row.top_k > 0 && row.top_k < size) return sample_of_top_k(row, x, size, scale, scratch);
   std::vector<Scored>& chosen = scratch.chosen;
   Scored last{kLeastScore, -1};
   if (row.top_p < 1.0) {
-    nucleus_of(row, size, scale, sum_weights(row.allowed, size, scale), scratch);
+    nucleus_of(row, x, size, scale, scratch);
     last = chosen.back();
   }
   if (row.min_p > 0) {
     const Scored least{std::log(row.min_p), size};
-    if (row.top_p >= 1.0) choose_heavy(row.allowed, size, scale, 0.999999 * row.min_p, scratch);
+    if (row.top_p >= 1.0) choose_heavy(x, size, scale, 0.999999 * row.min_p, scratch);
     std::erase_if(chosen, [&](const Scored& each) { return !is_kept(each, least); });
     if (least < last) last = least;
   }
   const bool is_cut = row.top_p < 1.0 || row.min_p > 0;
   if (is_cut && static_cast<int64_t>(chosen.size()) < size / kSparse) return sample_of(row, chosen);
-  return sample_densely(row, size, scale, first_largest(row.allowed, size, scratch.maxima, largest), last,
-                        scratch.maxima);
+  return sample_densely(row, x, size, scale, first_largest(x, size, scratch.maxima, largest), last, scratch.maxima);
 }
 
 // The logprob of the row's token and its likeliest ones, most likely first, as float32 has them.
@@ -335,6 +270,23 @@ inline void tell_logprobs(SamplingRow& row, int64_t size, float largest, Samplin
   }
 }
 
+// The token of a row, kNone or kNotFinite. `largest` is that of x.
+inline int64_t sample_from(const SamplingRow& row, const float* x, int64_t size, float largest,
+                           SamplingScratch& scratch) {
+  if (largest == kForbidden) return kNone;
+  if (largest == -kForbidden) return kNotFinite;  // what the request did to its logits overflowed
+  if (row.temperature == 0.0) return first_largest(x, size, scratch.maxima, largest);
+  return sample_randomly(row, x, size, largest, scratch);
+}
+
+inline int64_t sample_edited(const SamplingRow& row, int64_t size, float largest, SamplingScratch& scratch) {
+  if (row.edits == nullptr) return sample_from(row, row.logits, size, largest, scratch);
+  const float* edited = scratch.editor.edit(*row.edits, row.logits, size, scratch.maxima, largest);
+  const int64_t token_id = sample_from(row, edited, size, largest, scratch);
+  scratch.editor.undo(row.logits);
+  return token_id;
+}
+
 inline void sample_row(SamplingRow& row, int64_t size, int64_t* top_ids, double* top_logprobs) {
   SamplingScratch& scratch = sampling_scratch();
   float largest;
@@ -343,16 +295,9 @@ inline void sample_row(SamplingRow& row, int64_t size, int64_t* top_ids, double*
     return;
   }
   if (row.token_id == kSample) {
-    float most = largest;
-    if (row.allowed != row.logits) group_maxima(row.allowed, size, scratch.maxima, most);
-    if (most == -std::numeric_limits<float>::infinity()) return;  // kNone
-    if (most == std::numeric_limits<float>::infinity()) {  // what the request did to its logits overflowed
-      row.token_id = kNotFinite;
-      return;
-    }
-    row.token_id = row.temperature == 0.0 ? first_largest(row.allowed, size, scratch.maxima, most)
-                                          : sample_randomly(row, size, most, scratch);
-    if (row.num_top > 0 && row.allowed != row.logits) group_maxima(row.logits, size, scratch.maxima, largest);
+    row.token_id = sample_edited(row, size, largest, scratch);
+    if (row.token_id < 0) return;
+    if (row.num_top > 0 && row.edits != nullptr) group_maxima(row.logits, size, scratch.maxima, largest);
   }
   if (row.num_top >= 0) tell_logprobs(row, size, largest, scratch, top_ids, top_logprobs);
 }

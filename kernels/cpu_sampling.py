@@ -1,6 +1,7 @@
 """Compiled sampling (`cpu_sampling.h`) for all rows of a batch in one call, on the threads of the other kernels."""
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from struct import Struct
 
@@ -8,11 +9,15 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.cpu import CpuKernels
+from pdserve.kernels.logit_edits import LogitEdits
 from pdserve.kernels.sampling import SEED_MASK, RowAnswer, RowRequest, RowSampler, sample_rows
+from pdserve.kernels.seen_tokens import SeenTokens
 
 _ROW = Struct("=qqdddqQQqqd")  # SamplingRow
 _ANSWER = Struct("=qd")  # its last two fields
+_EDITS = Struct("=QQqQQqQqQ4f")  # RowEdits
 _SAMPLE, _NOT_FINITE = -1, -2
+_NOTHING_SEEN = SeenTokens()
 
 
 class CompiledRowSampler:
@@ -24,16 +29,17 @@ class CompiledRowSampler:
     def __call__(self, logits: Tensor, requests: Sequence[RowRequest]) -> list[RowAnswer]:
         """Answer each row of `logits` [num_rows, num_ids] float32."""
         assert logits.dtype is torch.float32 and logits.stride(1) == 1 and logits.shape[0] == len(requests)
+        if logits.stride(0) < logits.shape[1]:
+            logits = logits.contiguous()  # rows are edited in place, each by its own thread
         size, stride, first = logits.shape[1], logits.stride(0) * logits.itemsize, logits.data_ptr()
         rows = bytearray(_ROW.size * len(requests))
-        for index, request in enumerate(requests):
-            allowed = request.allowed
-            assert allowed is None or (allowed.dtype is torch.float32 and allowed.is_contiguous())
+        edits = [None if request.edits is None else _PackedEdits(request.edits, size) for request in requests]
+        for index, (request, edit) in enumerate(zip(requests, edits, strict=True)):
             _ROW.pack_into(
                 rows,
                 _ROW.size * index,
                 first + index * stride,
-                first + index * stride if allowed is None else allowed.data_ptr(),
+                0 if edit is None else edit.address,
                 request.temperature,
                 request.top_p,
                 request.min_p,
@@ -60,6 +66,34 @@ class CompiledRowSampler:
                 own = slice(start, start + min(request.num_top, size))
                 answers.append(RowAnswer(token_id, logprob, tuple(zip(ids[own], logprobs[own], strict=True))))
         return answers
+
+
+class _PackedEdits:
+    """Edits as the kernel reads them; keeps what they point to alive."""
+
+    __slots__ = ("_kept", "address")
+
+    def __init__(self, edits: LogitEdits, size: int) -> None:
+        bias_ids = array("i", [token_id for token_id, _ in edits.biases])
+        biases = array("f", [bias for _, bias in edits.biases])
+        seen = _NOTHING_SEEN if edits.seen is None else edits.seen
+        allowed_ids = None if edits.allowed_ids is None else array("i", edits.allowed_ids)
+        banned = edits.banned
+        if banned is not None:
+            assert banned.dtype is torch.bool and banned.shape == (size,) and banned.is_contiguous()
+        packed = _EDITS.pack(
+            *(_address(bias_ids), _address(biases), len(biases)),
+            *(_address(seen.token_ids), _address(seen.counts), len(seen.counts)),
+            *((0, -1) if allowed_ids is None else (_address(allowed_ids), len(allowed_ids))),
+            0 if banned is None else banned.data_ptr(),
+            *(edits.repetition, edits.presence, edits.frequency, 0.0),
+        )
+        self._kept = (ctypes.create_string_buffer(packed), bias_ids, biases, seen, allowed_ids, banned)
+        self.address = ctypes.addressof(self._kept[0])
+
+
+def _address(numbers: "array[int] | array[float]") -> int:
+    return numbers.buffer_info()[0]
 
 
 def choose_row_sampler(num_threads: int, *, use_cpu_kernels: bool) -> RowSampler:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.kernels.logit_edits import LogitEdits
+from pdserve.kernels.logit_edits import LogitEdits, edit_row
 
 SEED_MASK = 2**64 - 1
 _TOP_P_CANDIDATES = 1024
@@ -35,8 +35,7 @@ class RowRequest:
     position: int = 0
     num_top: int | None = None
     token_id: int | None = None  # a given token, whose logprob is wanted
-    edits: LogitEdits | None = None  # to be made by who samples, on a GPU; elsewhere `allowed` has them
-    allowed: Tensor | None = None  # [num_ids] float32: sampled from instead of the model's logits; -inf forbids
+    edits: LogitEdits | None = None  # made before a token is sampled; logprobs are of the model's own logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,8 @@ def sample_rows(logits: Tensor, requests: Sequence[RowRequest]) -> list[RowAnswe
 def _answer(row: Tensor, request: RowRequest, likeliest: int) -> RowAnswer:
     token_id = request.token_id
     if token_id is None:
-        allowed = row if request.allowed is None else request.allowed
-        token_id = likeliest if request.allowed is None else int(allowed.argmax())
+        allowed = row if request.edits is None else edit_row(row, request.edits)
+        token_id = likeliest if request.edits is None else int(allowed.argmax())
         if not allowed[token_id].isfinite():
             return RowAnswer(None, is_finite=bool(allowed[token_id].isneginf()))
         if request.temperature > 0:

@@ -13,7 +13,7 @@ from pdserve.kernels.triton.sampling import NOT_FINITE, EditedRows, SamplingRows
 class DeviceRowSampler:
     """A `RowSampler` of logits on a device: of a row only its token comes to the host.
 
-    Rows of which logprobs are wanted, or whose logits the host has changed, are copied and answered by `on_host`.
+    Rows of which logprobs are wanted, or that a grammar bans ids of, are copied and answered by `on_host`.
     """
 
     def __init__(self, on_host: RowSampler) -> None:
@@ -35,7 +35,8 @@ class DeviceRowSampler:
 
 
 def _is_for_device(request: RowRequest) -> bool:
-    return request.num_top is None and request.token_id is None and request.allowed is None
+    has_mask = request.edits is not None and request.edits.banned is not None
+    return request.num_top is None and request.token_id is None and not has_mask
 
 
 def _sampled(logits: Tensor, requests: Sequence[RowRequest]) -> list[RowAnswer]:

@@ -53,12 +53,9 @@ class EditedRows:
     def of(cls, edits: Sequence[LogitEdits | None], vocab_size: int, device: torch.device) -> "EditedRows":
         """Lay the edits of rows out."""
         each = [one or LogitEdits() for one in edits]
-        starts = [0, *accumulate(len(one.token_ids) for one in each)]
-        counts = [
-            count if is_seen or count else -1
-            for one in each
-            for count, is_seen in zip(one.counts, one.is_seen, strict=True)
-        ]
+        entries = [_entries(one) for one in each]
+        starts = [0, *accumulate(map(len, entries))]
+        flat = [entry for own in entries for entry in own]
         masked = [index for index, one in enumerate(each) if one.allowed_ids is not None]
         num_words = -(-vocab_size // 32)
         masks = torch.zeros((len(masked), 32 * num_words), dtype=torch.bool)
@@ -71,13 +68,22 @@ class EditedRows:
         words = torch.where(masks.view(len(masked), num_words, 32), powers, 0).sum(-1, dtype=torch.int32)
         return cls(
             torch.tensor(starts, dtype=torch.int32).to(device),
-            torch.tensor([token_id for one in each for token_id in one.token_ids], dtype=torch.int32).to(device),
-            torch.tensor([bias for one in each for bias in one.biases], dtype=torch.float32).to(device),
-            torch.tensor(counts, dtype=torch.int32).to(device),
+            torch.tensor([token_id for token_id, _, _ in flat], dtype=torch.int32).to(device),
+            torch.tensor([bias for _, bias, _ in flat], dtype=torch.float32).to(device),
+            torch.tensor([count for _, _, count in flat], dtype=torch.int32).to(device),
             torch.tensor([(one.repetition, one.presence, one.frequency) for one in each]).to(device),
             words.to(device),
             mask_of.to(device),
         )
+
+
+def _entries(edits: LogitEdits) -> list[tuple[int, float, int]]:
+    """Return (id, bias, count) of each id that is biased or seen; -1 counts those that are not seen."""
+    assert edits.banned is None
+    biases = dict(edits.biases)
+    seen = () if edits.seen is None else zip(edits.seen.token_ids, edits.seen.counts, strict=True)
+    entries = [(token_id, biases.pop(token_id, 0.0), count) for token_id, count in seen]
+    return entries + [(token_id, bias, -1) for token_id, bias in biases.items()]
 
 
 def sample(

@@ -1,18 +1,22 @@
 """Penalties, biases and bans against transformers' own processors, and against their definitions where it has none."""
 
 import math
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from pdserve.engine.errors import InvalidRequest
-from pdserve.engine.logits_processing import logit_edits, process_logits
+from pdserve.engine.logits_processing import logit_edits
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.scheduled_batch import ScheduledSpan
+from pdserve.engine.sequence import Sequence, SequenceSpec
 from pdserve.kernels.logit_edits import edit_row
+from pdserve.kernels.seen_tokens import SeenTokens
 
 _VOCAB = 50
 _PROMPT = (3, 4, 4, 9)
@@ -25,7 +29,8 @@ def logits() -> torch.Tensor:
 
 
 def _processed(logits: torch.Tensor, output: tuple[int, ...] = _OUTPUT, **fields: Any) -> torch.Tensor:
-    return process_logits(logits.clone(), SamplingParams(**fields), _PROMPT, output)
+    edits = logit_edits(SamplingParams(**fields), SeenTokens(_PROMPT).followed_by(output), output)
+    return logits if edits is None else edit_row(logits, edits)
 
 
 @pytest.mark.parametrize("penalty", [0.3, 1.7, 10.0])
@@ -84,7 +89,9 @@ def test_a_bias_of_minus_100_bans_at_any_temperature() -> None:
 
     def tokens(temperature: float) -> set[int | None]:
         sampling = SamplingParams(seed=1, temperature=temperature, logit_bias={7: -100}, repetition_penalty=1.5)
-        spans = [ScheduledSpan("a", 0, (1,), 1, (), sampling, position, (7,), (7,)) for position in range(50)]
+        spans = [
+            ScheduledSpan("a", 0, (1,), 1, (), sampling, position, seen=SeenTokens((7,))) for position in range(50)
+        ]
         return {token.token_id for token in sampler.sample(logits.expand(50, -1), spans)}
 
     assert 7 not in tokens(0.0) | tokens(2.0)
@@ -153,14 +160,49 @@ def test_wrong_values_are_refused_by_name(field: str, fields: dict[str, Any]) ->
         {"allowed_token_ids": (3, 20, 49), "presence_penalty": 1.0},
     ],
 )
-def test_edits_are_the_same_as_numbers(logits: torch.Tensor, fields: dict[str, Any]) -> None:
-    edits = logit_edits(SamplingParams(**fields), _PROMPT, _OUTPUT, forbidden=())
+def test_edits_are_these_of_float32_in_this_order(logits: torch.Tensor, fields: dict[str, Any]) -> None:
+    sampling = SamplingParams(**fields)
+    expected = logits.numpy().copy()
+    for token_id, bias in sampling.logit_bias:
+        expected[token_id] = expected[token_id] + np.float32(bias) if bias > -100 else -math.inf
+    for token_id in {*_PROMPT, *_OUTPUT}:
+        own, penalty = expected[token_id], np.float32(sampling.repetition_penalty)
+        expected[token_id] = own / penalty if own > 0 else own * penalty
+    for token_id, count in Counter(_OUTPUT).items():
+        loss = np.float32(sampling.presence_penalty) + np.float32(sampling.frequency_penalty) * np.float32(count)
+        expected[token_id] -= loss
+    if sampling.bad_words_ids:
+        expected[[7, 5, 8]] = -math.inf  # the output ends with 21, 20
+    if sampling.allowed_token_ids:
+        expected[[each for each in range(_VOCAB) if each not in sampling.allowed_token_ids]] = -math.inf
 
-    assert edits is not None
-    torch.testing.assert_close(edit_row(logits, edits), _processed(logits, **fields), atol=1e-6, rtol=1e-6)
+    assert torch.equal(_processed(logits, **fields), torch.from_numpy(expected))
 
 
 def test_nothing_to_edit_is_none(logits: torch.Tensor) -> None:
-    assert logit_edits(SamplingParams(), _PROMPT, _OUTPUT, forbidden=()) is None
-    forbidding = logit_edits(SamplingParams(), _PROMPT, _OUTPUT, forbidden=(7,))
+    assert logit_edits(SamplingParams(), None, _OUTPUT) is None
+    forbidding = logit_edits(SamplingParams(), None, _OUTPUT, forbidden=(7,))
     assert forbidding is not None and edit_row(logits, forbidding)[7] == -math.inf
+
+
+def test_what_a_sequence_has_seen_is_counted_on_from_step_to_step() -> None:
+    sampling = SamplingParams(repetition_penalty=1.1)
+    sequence = Sequence(SequenceSpec("a", _PROMPT, sampling, output_token_ids=_OUTPUT[:1]))
+    states = []
+    for token_id in (*_OUTPUT[1:], 5):
+        seen = sequence.count_seen()
+        states.append((seen.token_ids.tolist(), seen.counts.tolist()))
+        sequence.token_ids.append(token_id)
+
+    anew = [SeenTokens(_PROMPT).followed_by(_OUTPUT[:end]) for end in range(1, 5)]
+    assert states == [(each.token_ids.tolist(), each.counts.tolist()) for each in anew]
+    assert states[-1] == ([3, 4, 9, 20, 21], [0, 0, 1, 2, 1])
+
+
+def test_what_follows_is_counted_in_a_copy() -> None:
+    seen = SeenTokens(_PROMPT)
+
+    longer = seen.followed_by((4, 30))
+
+    assert (seen.counts.tolist(), seen.num_generated) == ([0, 0, 0], 0)
+    assert (longer.token_ids.tolist(), longer.counts.tolist()) == ([3, 4, 9, 30], [0, 1, 0, 1])

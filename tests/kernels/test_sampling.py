@@ -13,7 +13,9 @@ import torch
 from pdserve.kernels import cpu
 from pdserve.kernels.cpu import CpuKernels, runs_here
 from pdserve.kernels.cpu_sampling import CompiledRowSampler
+from pdserve.kernels.logit_edits import LogitEdits, edit_row
 from pdserve.kernels.sampling import RowAnswer, RowRequest, RowSampler, exponential_noise, sample_rows
+from pdserve.kernels.seen_tokens import SeenTokens
 
 _SIZES = (1, 7, 63, 64, 65, 1000, 3001)
 _RANDOM = (
@@ -130,12 +132,9 @@ def test_equal_logits_are_in_the_order_of_their_ids(compiled: RowSampler) -> Non
 
 def test_what_is_forbidden_is_never_sampled_and_logprobs_stay_the_models(compiled: RowSampler) -> None:
     logits = _logits(1, 1000)
-    allowed = logits[0].clone()
-    allowed[torch.arange(1000) % 7 != 3] = -torch.inf
+    edits = LogitEdits(banned=torch.arange(1000) % 7 != 3)
     for fields in _RANDOM:
-        requests = [
-            replace(RowRequest(temperature=1.5, position=place, allowed=allowed), **fields) for place in range(9)
-        ]
+        requests = [replace(RowRequest(temperature=1.5, position=place, edits=edits), **fields) for place in range(9)]
         requests = [replace(each, num_top=2) for each in requests]
 
         answers = compiled(logits.expand(9, -1), requests)
@@ -149,8 +148,8 @@ def test_rows_without_an_answer_say_why(compiled: RowSampler) -> None:
     """What is wrong with one row is not seen in another."""
     logits = _logits(6, 200)
     logits[1, 7], logits[2, 199], logits[3, 0] = torch.nan, torch.inf, -torch.inf
-    nothing = torch.full((200,), -torch.inf)
-    requests = [RowRequest(temperature=1.0) for _ in range(5)] + [RowRequest(temperature=1.0, allowed=nothing)]
+    nothing = LogitEdits(banned=torch.ones(200, dtype=torch.bool))
+    requests = [RowRequest(temperature=1.0) for _ in range(5)] + [RowRequest(temperature=1.0, edits=nothing)]
 
     answers = compiled(logits, requests)
 
@@ -171,12 +170,11 @@ def test_rows_without_an_answer_say_why(compiled: RowSampler) -> None:
 )
 def test_edits_that_overflow_are_told_and_not_searched_for_ever(compiled: RowSampler, wanted: RowRequest) -> None:
     logits = _logits(7, 200)[:1]
-    edited = logits[0].clone()
-    edited[[3, 150]] = torch.inf
+    wanted = replace(wanted, edits=LogitEdits(biases=((3, torch.inf), (150, torch.inf))))
 
-    answers = compiled(logits, [replace(wanted, allowed=edited)])
+    answers = compiled(logits, [wanted])
 
-    assert answers == sample_rows(logits, [replace(wanted, allowed=edited)]) == [RowAnswer(None, is_finite=False)]
+    assert answers == sample_rows(logits, [wanted]) == [RowAnswer(None, is_finite=False)]
 
 
 def test_a_row_is_answered_alike_alone_and_among_others_however_it_lies(compiled: RowSampler) -> None:
@@ -189,3 +187,75 @@ def test_a_row_is_answered_alike_alone_and_among_others_however_it_lies(compiled
     for index, request in enumerate(requests):
         assert compiled(logits[index : index + 1].clone(), [request]) == [together[index]]
     assert compiled(logits[:0], []) == []
+
+
+def _random_edits(draw: np.random.Generator, size: int) -> LogitEdits:
+    """Few or many of each kind, ids beyond the row among them."""
+    some = size if draw.random() < 0.2 else min(size, 20)
+    biased = draw.choice(size + 5, int(draw.integers(some + 1)), replace=False).tolist()
+    biases = np.where(draw.random(len(biased)) < 0.3, -np.inf, draw.normal(0, 3, len(biased))).tolist()
+    seen = SeenTokens(draw.integers(size + 5, size=int(draw.integers(2 * some))).tolist())
+    allowed = draw.integers(size + 5, size=int(draw.integers(1, some + 2))).tolist()
+    return LogitEdits(
+        biases=tuple(zip(biased, biases, strict=True)),
+        seen=seen.followed_by(draw.integers(size + 5, size=some).tolist()) if draw.random() < 0.7 else None,
+        repetition=float(draw.choice([1.0, 0.6, 1.1, 10.0])),
+        presence=float(draw.choice([0.0, 0.7, -2.0])),
+        frequency=float(draw.choice([0.0, 0.3, -1.1])),
+        allowed_ids=tuple(allowed) if draw.random() < 0.3 else None,
+        banned=torch.from_numpy(draw.random(size) < 0.5) if draw.random() < 0.3 else None,
+    )
+
+
+@pytest.mark.parametrize("size", _SIZES)
+def test_edited_rows_are_answered_as_by_the_reference_and_stay_what_they_were(compiled: RowSampler, size: int) -> None:
+    draw = np.random.default_rng(size)
+    logits = _logits(8 * len(_RANDOM), size)
+    before = logits.clone()
+    requests = [
+        replace(
+            RowRequest(temperature=0.9, seed=index, position=index, edits=_random_edits(draw, size)),
+            **_RANDOM[index % len(_RANDOM)],
+        )
+        for index in range(len(logits))
+    ]
+
+    assert compiled(logits, requests) == sample_rows(logits, requests)
+    greedy = [replace(each, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0) for each in requests]
+    assert compiled(logits, greedy) == sample_rows(logits, greedy)
+    told = [replace(each, num_top=3) for each in requests]
+    for ours, theirs in zip(compiled(logits, told), sample_rows(logits, told), strict=True):
+        assert ours.token_id == theirs.token_id
+        assert [token_id for token_id, _ in ours.top_logprobs] == [token_id for token_id, _ in theirs.top_logprobs]
+    assert torch.equal(logits, before)
+
+
+def test_an_edited_logit_is_that_of_the_reference_to_the_last_bit(compiled: RowSampler) -> None:
+    """Of two ids, the second with the value that the first is to get, the smaller wins: in either order."""
+    draw = np.random.default_rng(3)
+    for _ in range(300):
+        edited_id, other_id = draw.choice(200, 2, replace=False).tolist()
+        edits = LogitEdits(
+            biases=((edited_id, float(draw.normal(0, 3))),),
+            seen=SeenTokens((edited_id,)).followed_by([edited_id] * int(draw.integers(4))),
+            repetition=float(draw.uniform(0.5, 2)),
+            presence=float(draw.normal()),
+            frequency=float(draw.normal()),
+        )
+        logits = torch.full((1, 200), -1e4)
+        logits[0, edited_id] = float(draw.normal(0, 5))
+        logits[0, other_id] = edit_row(logits[0], edits)[edited_id]
+
+        [answer] = compiled(logits, [RowRequest(edits=edits)])
+
+        assert answer.token_id == min(edited_id, other_id)
+
+
+def test_rows_that_share_their_memory_are_edited_apart(compiled: RowSampler) -> None:
+    logits = _logits(1, 1000).expand(128, -1)
+    requests = [RowRequest(edits=LogitEdits(allowed_ids=(index,), biases=((index, 1.0),))) for index in range(64)]
+    requests += [RowRequest(edits=LogitEdits(biases=((index, 100.0),))) for index in range(64)]
+
+    answers = compiled(logits, requests)
+
+    assert [answer.token_id for answer in answers] == [*range(64), *range(64)]

@@ -10,6 +10,7 @@ import torch
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.kernels.logit_edits import LogitEdits, edit_row
 from pdserve.kernels.sampling import _truncated, exponential_noise
+from pdserve.kernels.seen_tokens import SeenTokens
 from pdserve.kernels.triton.sampling import NOT_FINITE, NOTHING_ALLOWED, EditedRows, SamplingRows, sample
 
 
@@ -62,12 +63,9 @@ def test_edits_are_made_before_the_choice(device: torch.device) -> None:
     """All in one launch: biases, penalties, bans and a list of allowed ids, each against the reference."""
     torch.manual_seed(4)
     logits = torch.randn(6, 130) * 2
-    ids = (5, 9, 40, 129, 500)
     every = LogitEdits(
-        token_ids=ids,
-        biases=(3.0, -math.inf, 0.0, -1.5, 2.0),
-        is_seen=(True, False, True, True, True),
-        counts=(2, 0, 1, 0, 1),
+        biases=((5, 3.0), (9, -math.inf), (129, -1.5), (500, 2.0)),
+        seen=SeenTokens((5, 40, 129, 500)).followed_by((5, 40, 5, 500)),
         repetition=1.7,
         presence=0.4,
         frequency=0.3,
@@ -79,7 +77,7 @@ def test_edits_are_made_before_the_choice(device: torch.device) -> None:
         LogitEdits(allowed_ids=(9,)),
         every,
     ]
-    nothing = LogitEdits((9,), (-math.inf,), (False,), (0,), allowed_ids=(9,))
+    nothing = LogitEdits(((9, -math.inf),), allowed_ids=(9,))
     rows = tuple(_Row(seed=index, temperature=index % 2 * 1.1) for index in range(6))
     on_device = logits.to(device, copy=True)
 
@@ -104,7 +102,7 @@ def test_a_row_that_is_not_finite_is_told(device: torch.device, bad: float) -> N
 
 
 def test_edits_that_overflow_are_told(device: torch.device) -> None:
-    edits = [LogitEdits((3,), (3e38,), (False,), (0,))] * 2
+    edits = [LogitEdits(((3, 3e38),))] * 2
     logits = torch.full((2, 70), 3e38, device=device)
 
     with np.errstate(over="ignore"):  # the interpreter's

@@ -1,0 +1,140 @@
+// A row of logits as a request edits it: kernels/logit_edits.py is the reference. And the largest of each group of ids.
+//
+//   x += bias;   x = x > 0 ? x / repetition : x * repetition  (seen);   x -= presence + frequency * count  (generated)
+
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "cpu_noise.h"
+
+namespace {
+
+constexpr int kStrip = 16;
+constexpr float kForbidden = -std::numeric_limits<float>::infinity();
+
+// kernels/cpu_sampling.py lays it out. An id beyond the row is passed over.
+struct RowEdits {
+  const int32_t* bias_ids;
+  const float* biases;
+  int64_t num_biases;
+  const int32_t* seen_ids;
+  const int32_t* counts;  // how often each was generated
+  int64_t num_seen;
+  const int32_t* allowed_ids;
+  int64_t num_allowed;  // negative: all
+  const uint8_t* banned;  // one byte for each id of the row; null: none
+  float repetition, presence, frequency, unused;
+};
+
+// The largest of a group of `count` values; the exponents of its largest by magnitude are gathered in `exponents`.
+inline float group_largest(const float* x, int64_t count, uint32_t* exponents) {
+  float most[kStrip];
+  std::fill(most, most + kStrip, kForbidden);
+  const int64_t whole = count / kStrip * kStrip;
+  for (int64_t i = 0; i < whole; i += kStrip)
+    for (int j = 0; j < kStrip; j++) {
+      most[j] = x[i + j] > most[j] ? x[i + j] : most[j];
+      const uint32_t exponent = std::bit_cast<uint32_t>(x[i + j]) & 0x7f800000;
+      exponents[j] = exponent > exponents[j] ? exponent : exponents[j];
+    }
+  for (int64_t i = whole; i < count; i++) {
+    most[0] = std::max(most[0], x[i]);
+    exponents[0] = std::max(exponents[0], std::bit_cast<uint32_t>(x[i]) & 0x7f800000);
+  }
+  return *std::max_element(most, most + kStrip);
+}
+
+// The largest value of each group of 64, and of all; false if a value is not finite.
+inline bool group_maxima(const float* x, int64_t size, std::vector<float>& maxima, float& largest) {
+  uint32_t exponents[kStrip] = {};
+  maxima.clear();
+  largest = kForbidden;
+  for (int64_t start = 0; start < size; start += kGroup) {
+    maxima.push_back(group_largest(x + start, std::min<int64_t>(kGroup, size - start), exponents));
+    largest = std::max(largest, maxima.back());
+  }
+  return *std::max_element(exponents, exponents + kStrip) != 0x7f800000;
+}
+
+// What edits do to a few ids is done in the row itself and taken back: a model's row is the largest thing that sampling
+// touches, and a copy of it costs more than all edits. What bans by default is done in a copy, in memory that is kept.
+class RowEditor {
+ public:
+  // Returns the edited row. Its maxima, which are those of x before, are brought up to date, and `largest` with them.
+  const float* edit(const RowEdits& edits, float* x, int64_t size, std::vector<float>& maxima, float& largest) {
+    before_.clear();
+    add_biases(edits, x, size);
+    penalize(edits, x, size);
+    if (edits.num_allowed < 0 && edits.banned == nullptr) {
+      refresh(x, size, maxima);
+      largest = *std::max_element(maxima.begin(), maxima.end());
+      return x;
+    }
+    const float* row = edits.num_allowed < 0 ? x : keep_allowed(edits, x, size);
+    if (edits.banned != nullptr) row = drop_banned(edits, row, size);
+    group_maxima(row, size, maxima, largest);
+    return row;
+  }
+
+  // Makes x what it was.
+  void undo(float* x) const {
+    for (auto each = before_.rbegin(); each != before_.rend(); each++) x[each->first] = each->second;
+  }
+
+ private:
+  void add_biases(const RowEdits& edits, float* x, int64_t size) {
+    for (int64_t i = 0; i < edits.num_biases; i++) {
+      const int32_t id = edits.bias_ids[i];
+      if (id >= size) continue;
+      before_.emplace_back(id, x[id]);
+      x[id] += edits.biases[i];
+    }
+  }
+
+  void penalize(const RowEdits& edits, float* x, int64_t size) {
+    for (int64_t i = 0; i < edits.num_seen; i++) {
+      const int32_t id = edits.seen_ids[i], count = edits.counts[i];
+      if (id >= size) continue;
+      const float own = x[id];
+      before_.emplace_back(id, own);
+      const float penalized = own > 0 ? own / edits.repetition : own * edits.repetition;
+      x[id] = count == 0 ? penalized : penalized - (edits.presence + edits.frequency * static_cast<float>(count));
+    }
+  }
+
+  void refresh(const float* x, int64_t size, std::vector<float>& maxima) const {
+    uint32_t exponents[kStrip] = {};
+    const auto update = [&](int64_t group) {
+      const int64_t start = kGroup * group;
+      maxima[group] = group_largest(x + start, std::min<int64_t>(kGroup, size - start), exponents);
+    };
+    if (before_.size() < maxima.size())
+      for (const auto& each : before_) update(each.first / kGroup);
+    else
+      for (size_t group = 0; group < maxima.size(); group++) update(group);
+  }
+
+  const float* keep_allowed(const RowEdits& edits, const float* x, int64_t size) {
+    copy_.assign(size, kForbidden);
+    for (int64_t i = 0; i < edits.num_allowed; i++)
+      if (const int32_t id = edits.allowed_ids[i]; id < size) copy_[id] = x[id];
+    return copy_.data();
+  }
+
+  const float* drop_banned(const RowEdits& edits, const float* x, int64_t size) {
+    copy_.resize(size);  // x may be what it holds
+    for (int64_t i = 0; i < size; i++) copy_[i] = edits.banned[i] ? kForbidden : x[i];
+    return copy_.data();
+  }
+
+  std::vector<std::pair<int32_t, float>> before_;  // (id, logit) in the order of the edits
+  std::vector<float> copy_;
+};
+
+}  // namespace
