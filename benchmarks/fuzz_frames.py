@@ -3,14 +3,20 @@ receiver's session. Neither may raise anything but FrameError, break ownership o
 
 Needs atheris, which nothing else here does: pip install -r benchmarks/fuzz_requirements.txt
     python benchmarks/fuzz_frames.py -max_total_time=300 corpus/
-All arguments are libFuzzer's; docs/kv_transfer_protocol.md has the result of a run. The quick test without atheris is
-tests/kvtransfer/test_fuzz.py.
+All arguments are libFuzzer's, which -help=1 lists; docs/kv_transfer_protocol.md has the result of a run. The quick test
+without atheris is tests/kvtransfer/test_fuzz.py.
 """
 
 import sys
 from contextlib import suppress
 
-import atheris  # type: ignore[import-not-found]  # optional
+if {"-h", "--help"} & set(sys.argv[1:]):
+    print(__doc__)
+    raise SystemExit
+try:
+    import atheris  # type: ignore[import-not-found]  # optional
+except ModuleNotFoundError:
+    raise SystemExit("atheris is not installed: pip install -r benchmarks/fuzz_requirements.txt") from None
 
 with atheris.instrument_imports(include=["pdserve.kvtransfer"]):
     import pdserve.kvtransfer.frames as frames

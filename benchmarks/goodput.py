@@ -72,7 +72,11 @@ async def highest_rate(holds: Callable[[float], Awaitable[bool]], precision: flo
 async def measure_goodput(
     client: LoadClient, requests: TraceRequests, objectives: Objectives, precision: float
 ) -> float:
-    """Return the highest rate that the server holds."""
+    """Return the highest rate that the server holds.
+
+    Raises:
+        SystemExit: it does not answer any more.
+    """
     trial = 0
 
     async def holds(rate_per_s: float) -> bool:
@@ -134,6 +138,20 @@ def has_missed(record: StreamRecord, objectives: Objectives, now: float) -> bool
 
 
 async def _drained(client: LoadClient, seed: int) -> None:
-    """Let what was cut off leave the server before the next trial."""
-    async with asyncio.timeout(_DRAIN_TIMEOUT_S):
-        await client.run(closed_loop(2, Lengths(16, 4), seed + 1_000_003), concurrency=1)
+    """Let what was cut off leave the server before the next trial.
+
+    A server that refuses requests under load has missed them, and that is a figure; one that does not answer a single
+    request after the load has none.
+
+    Raises:
+        SystemExit: it does not answer.
+    """
+    plan = closed_loop(2, Lengths(16, 4), seed + 1_000_003)
+    try:
+        async with asyncio.timeout(_DRAIN_TIMEOUT_S):
+            records = await client.run(plan, concurrency=1)
+    except TimeoutError:
+        raise SystemExit(f"no answer for {_DRAIN_TIMEOUT_S:g} s after a trial") from None
+    for record in records:
+        if record.error is not None:
+            raise SystemExit(f"no answer after a trial: {record.error}")

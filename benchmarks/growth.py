@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from line_plot import line_plot
+from outputs import output_folder
 
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
@@ -128,37 +129,49 @@ def main() -> None:
     """Measure what argv asks for; print Markdown and save JSON, Markdown and plots."""
     options = _parser().parse_args()
     model_dir = options.model or resolve_model(None, progress=lambda line: None)
+    cells: list[Cell] = []
+    try:
+        for dtype in options.dtype or ("int8", "float32"):
+            _measure_all(options, model_dir, dtype, cells)
+    finally:  # also of what was ended by Ctrl-C
+        if cells:
+            text = markdown(cells)
+            print(text)
+            if options.output is not None:
+                save(options.output, cells, text)
+
+
+def _measure_all(options: argparse.Namespace, model_dir: Path, dtype: str, cells: list[Cell]) -> None:
     batches, contexts = ((1, 4, 16), (128, 1_024)) if options.quick else (_BATCHES, _CONTEXTS)
     num_steps = 10 if options.quick else options.steps
-    cells = []
-    for dtype in options.dtype or ("int8", "float32"):
-        engine = Engine.load(
-            EngineConfig(
-                model_dir=model_dir, dtype=dtype, kv_cache_dtype=options.kv_cache_dtype, num_threads=options.threads,
-                max_num_seqs=max(batches), kv_memory_bytes=options.kv_memory_bytes, enable_prefix_cache=False,
-                growth_reserve=0.0,
-            )
-        )  # fmt: skip
-        grid = [(batch, context) for context in contexts for batch in batches if batch * context <= _MOST_TOKENS]
-        cells += [measure(engine, dtype, "greedy", *each, num_steps) for each in grid]
-        cells += [measure(engine, dtype, kind, 16, contexts[0], num_steps) for kind in _KINDS if kind != "greedy"]
-        engine.close()
-    text = markdown(cells)
-    print(text)
-    if options.output is not None:
-        save(options.output, cells, text)
+    engine = Engine.load(
+        EngineConfig(
+            model_dir=model_dir, dtype=dtype, kv_cache_dtype=options.kv_cache_dtype, num_threads=options.threads,
+            max_num_seqs=max(batches), kv_memory_bytes=options.kv_memory_bytes, enable_prefix_cache=False,
+            growth_reserve=0.0,
+        )
+    )  # fmt: skip
+    grid = [(batch, context) for context in contexts for batch in batches if batch * context <= _MOST_TOKENS]
+    for each in grid:
+        cells.append(measure(engine, dtype, "greedy", *each, num_steps))
+    for kind in _KINDS:
+        if kind != "greedy":
+            cells.append(measure(engine, dtype, kind, 16, contexts[0], num_steps))
+    engine.close()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a model directory; default: the demo model")
-    parser.add_argument("--dtype", action="append", help="int8 or float32; default: both, one after the other")
+    parser.add_argument(
+        "--dtype", action="append", choices=("int8", "float32"), help="default: both, one after the other"
+    )
     parser.add_argument("--kv-cache-dtype", default="auto", help="of keys and values; default: what the weights imply")
     parser.add_argument("--steps", type=int, default=30, help="steps of each batch")
     parser.add_argument("--threads", type=int, help="default: one a core")
     parser.add_argument("--kv-memory-bytes", type=int, default=4 * 1024**3)
     parser.add_argument("--quick", action="store_true", help="three batches, two contexts, ten steps")
-    parser.add_argument("--output", type=Path, help="folder for JSON, Markdown and plots")
+    parser.add_argument("--output", type=output_folder, help="folder for JSON, Markdown and plots")
     return parser
 
 

@@ -14,8 +14,9 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
+
+from outputs import output_file
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "0"  # read when triton is loaded
@@ -57,7 +58,7 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="parts of names, separated by commas")
-    parser.add_argument("--json", type=Path, help="write the rows to this file too")
+    parser.add_argument("--json", type=output_file, help="write the rows to this file too")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print(f"no GPU: torch {torch.__version__} sees none, and these kernels are measured on one", file=sys.stderr)

@@ -12,6 +12,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from outputs import output_file
+
 from pdserve.engine.beam_batch import run_beam_searches
 from pdserve.engine.beam_search import BeamSearchParams
 from pdserve.engine.config import EngineConfig
@@ -87,7 +89,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--prompt", type=int, default=250, help="tokens of the prompt")
     parser.add_argument("--output", type=int, default=64, help="tokens of each output")
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--json", type=output_file, help="where to write the numbers")
     options = parser.parse_args()
     rows = print_savings(resolve_model(options.model, progress=print), options.prompt, options.output)
     if options.json is not None:

@@ -48,6 +48,8 @@ def perplexity(llm: LLM, text: str, window: int, max_tokens: int) -> float:
     windows = [token_ids[start : start + window] for start in range(0, len(token_ids), window)]
     scored = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=0)
     outputs: list[Any] = llm.generate(windows, scored, use_tqdm=False)
+    if not all(output.finished for output in outputs):
+        raise KeyboardInterrupt  # that of a part of the text is another figure
     logprobs = [score.logprob for output in outputs for score in (output.prompt_logprobs or ())[1:]]
     return math.exp(-sum(logprobs) / len(logprobs))
 

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import zmq.asyncio
+from outputs import output_file
 
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
@@ -233,9 +234,11 @@ class Round:
         return abs(self.prefill_s / self.link_s - 1)
 
 
-async def compare(prefill: Clock | Computed, lengths: Sequence[int], num_rounds: int) -> list[dict[str, object]]:
-    """Print a table, and return it."""
-    layout, rows = prefill.layout, []
+async def compare(
+    prefill: Clock | Computed, lengths: Sequence[int], num_rounds: int, rows: list[dict[str, object]]
+) -> None:
+    """Print a table, and add its rows to `rows`."""
+    layout = prefill.layout
     print(
         f"{'tokens':>7} {'chunks':>6} {'way':12} {'link s':>7} {'prefill s':>9} {'then s':>7} {'of link':>7} {'off':>5}"
     )
@@ -260,7 +263,6 @@ async def compare(prefill: Clock | Computed, lengths: Sequence[int], num_rounds:
                         for way in WAYS:
                             rounds[way].append(await link.even_round(prefill, num_tokens, way))
                     rows += [_row(measured) for measured in rounds.values()]
-    return rows
 
 
 class Link:
@@ -304,20 +306,15 @@ def _row(rounds: Sequence[Round]) -> dict[str, object]:
     return {**asdict(middle), "of_link": round(part, 3), "unevenness": round(middle.unevenness, 3)}
 
 
-async def _main(arguments: argparse.Namespace) -> None:
-    rows = await _measured(arguments)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-async def _measured(arguments: argparse.Namespace) -> list[dict[str, object]]:
+async def _measure(arguments: argparse.Namespace, rows: list[dict[str, object]]) -> None:
     if arguments.model is None:
-        return await compare(Clock(arguments.tokens_per_s), arguments.tokens, arguments.rounds)
+        await compare(Clock(arguments.tokens_per_s), arguments.tokens, arguments.rounds, rows)
+        return
     config = EngineConfig(model_dir=arguments.model, block_size=16, num_blocks=400, max_num_batched_tokens=CHUNK_TOKENS)
     async with EngineThread.start(await asyncio.to_thread(Engine.load, config)) as engine:
         facts = engine.facts
         layout = KVLayout("m", facts.num_layers, facts.block_size, facts.num_kv_heads, facts.head_dim, facts.kv_dtype)
-        return await compare(Computed(engine, layout), arguments.tokens, arguments.rounds)
+        await compare(Computed(engine, layout), arguments.tokens, arguments.rounds, rows)
 
 
 def main() -> None:
@@ -326,9 +323,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048], help="lengths of prompts")
     parser.add_argument("--tokens-per-s", type=float, default=256.0, help="of the clock")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the table there")
+    parser.add_argument("--json", type=output_file, help="write the table there")
     parser.add_argument("--model", type=Path, help="folder of a model that computes the prompts")
-    asyncio.run(_main(parser.parse_args()))
+    arguments = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    try:
+        asyncio.run(_measure(arguments, rows))
+    finally:  # also of what was ended by Ctrl-C
+        if rows and arguments.json is not None:
+            arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

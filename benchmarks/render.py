@@ -3,8 +3,8 @@
 .venv/bin/python benchmarks/render.py results
 """
 
+import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,8 +63,9 @@ def markdown(results: Results) -> str:
         lines.append(f"| {figure} | {' | '.join(cells)} |")
     lines += ["", *(f"- {name}: {results.settings[name]}" for name in names)]
     lines += [f"- {name} was left out: {reason}" for name, reason in results.left_out.items()]
-    if results.conditions:
-        lines.append(f"- {', '.join(f'{name} {_listed(value)}' for name, value in results.conditions.items())}")
+    conditions = {**results.asked, **results.conditions}
+    if conditions:
+        lines.append(f"- {', '.join(f'{name} {_listed(value)}' for name, value in conditions.items())}")
     for family, tried in results.tuning.items():
         lines += ["", f"Settings tried for {family}, the best first:", "", *_tuning_rows(tried)]
     return "\n".join(lines) + "\n"
@@ -124,7 +125,15 @@ def _height(value: float, top: float) -> float:
     return 220 - 170 * value / top
 
 
+def main() -> None:
+    """Render the folder named in argv."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="what run.py had as --output")
+    folder = parser.parse_args().folder
+    if not any(folder.glob("W*.json")):
+        parser.error(f"{folder} has no results of run.py")
+    print(render(folder))
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise SystemExit("which folder of results?")
-    print(render(Path(sys.argv[1])))
+    main()

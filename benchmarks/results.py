@@ -23,13 +23,17 @@ class Tried:
 
 @dataclass(slots=True)
 class Results:
-    """One workload's comparison. `conditions` is what all systems were asked alike: rates, objectives, the trace."""
+    """One workload's comparison.
+
+    `asked` is what options asked of all systems alike: trace, objectives, rate; `conditions` is what came of it.
+    """
 
     workload: str
     is_quick: bool
     seed: int
     settings: Mapping[str, str]
     machine: Mapping[str, object] = field(default_factory=dict)
+    asked: Mapping[str, object] = field(default_factory=dict)
     conditions: dict[str, object] = field(default_factory=dict)
     tuning: dict[str, list[Tried]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -38,7 +42,8 @@ class Results:
     def continues(self, earlier: "Results") -> bool:
         """Return whether `earlier` asked the same of the same systems, so that its runs count here."""
         own, other = (
-            (one.workload, one.is_quick, one.seed, dict(one.settings), dict(one.machine)) for one in (self, earlier)
+            (one.workload, one.is_quick, one.seed, dict(one.settings), dict(one.machine), dict(one.asked))
+            for one in (self, earlier)
         )
         return own == other
 

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from systems import RunningSystem, System, running
 from tuning import tuned
 from workloads import WORKLOADS, Conditions, measured_prefill_s
 
+from pdserve.cli.errors import CliError
 from pdserve.cli.load_client import LoadClient, Target
 from pdserve.cli.load_plan import Lengths, closed_loop
 
@@ -109,10 +110,11 @@ async def compare(
 ) -> None:
     """Run what is missing of `num_rounds` rounds; `results` holds every run as soon as it has ended.
 
-    A peer that does not start is left out and named. Ends early when no further round fits into the budget.
+    A peer that does not start is left out and named, and one that fails in a round from then on. Ends early when no
+    further round fits into the budget.
 
     Raises:
-        SystemExit: ours does not start, or a run failed.
+        SystemExit: ours does not start, or fails.
     """
     async with contextlib.AsyncExitStack() as stack:
         servers = await _started(results, [budget.limits(system) for system in systems], stack)
@@ -121,11 +123,12 @@ async def compare(
         results.conditions["idle CPU s/s"] = await _idle_cpu(servers)
         for number in range(num_rounds):
             began_at = time.monotonic()
-            for server in servers:
+            for server in tuple(servers):
                 if not results.has(server.name, number):
                     # Other prompts in each round: no server knows a prefix of them.
                     own = replace(conditions, seed=conditions.seed + 1_000 * number)
-                    results.runs.append(await _run_once(results.workload, server, own, number))
+                    with _failing(results, servers, server):
+                        results.runs.append(await _run_once(results.workload, server, own, number))
                     if folder is not None:
                         results.save(folder)
             if not budget.has_room_for(time.monotonic() - began_at):
@@ -138,18 +141,33 @@ async def _started(results: Results, systems: Sequence[System], stack: contextli
         try:
             servers.append(await stack.enter_async_context(_serving(system)))
         except SystemExit as error:
-            if index == 0 or isinstance(error.code, int):  # a signal
-                raise
-            results.left_out[system.name] = str(error)[-500:]
-            print(f"{system.name} is left out: {error}", flush=True)
+            _leave_out(results, system.name, error, is_ours=index == 0)
     return servers
+
+
+def _leave_out(results: Results, name: str, error: SystemExit, *, is_ours: bool) -> None:
+    """Note why a peer is missing; go on with `error` where it is a signal's, or ours is missing."""
+    if is_ours or isinstance(error.code, int):
+        raise error
+    results.left_out[name] = str(error)[-500:]
+    print(f"{name} is left out: {error}", flush=True)
+
+
+@contextlib.contextmanager
+def _failing(results: Results, servers: list[Server], server: Server) -> Iterator[None]:
+    """Take `server`, if it fails, out of `servers`."""
+    try:
+        yield
+    except SystemExit as error:
+        _leave_out(results, server.name, error, is_ours=server is servers[0])
+        servers.remove(server)
 
 
 @asynccontextmanager
 async def _serving(system: System) -> AsyncIterator[Server]:
     """Start a server and warm it; nothing of it is left at the end."""
     with running(system) as started:
-        async with LoadClient.open(Target(started.url)) as client:
+        async with _client_of(system, started) as client:
             # The longer one fits into the least that a slot of any peer holds in any workload: 512 tokens.
             warm = (*closed_loop(2, Lengths(64, 8), 99), *closed_loop(1, Lengths(384, 8), 98))
             for record in await client.run(warm, concurrency=1):
@@ -158,11 +176,24 @@ async def _serving(system: System) -> AsyncIterator[Server]:
             yield Server(started, client)
 
 
-async def _with_rates(results: Results, servers: Sequence[Server], conditions: Conditions) -> Conditions:
+@asynccontextmanager
+async def _client_of(system: System, started: RunningSystem) -> AsyncIterator[LoadClient]:
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            client = await stack.enter_async_context(LoadClient.open(Target(started.url)))
+        except CliError as error:
+            raise SystemExit(f"{system.name} does not answer: {error}") from error
+        yield client
+
+
+async def _with_rates(results: Results, servers: list[Server], conditions: Conditions) -> Conditions:
     """Return `conditions` with the rates of long prompts: as measured before, given, or measured now."""
     known = results.conditions.get("long prompts/s")
     if not isinstance(known, list):
-        times = {server.name: await measured_prefill_s(server.client, conditions.seed + 500) for server in servers}
+        times: dict[str, float] = {}
+        for server in tuple(servers):
+            with _failing(results, servers, server):
+                times[server.name] = await measured_prefill_s(server.client, conditions.seed + 500)
         if not conditions.long_rate_per_s:
             conditions = _at_capacity(conditions, max(times.values()))
         known = [conditions.long_rate_per_s, conditions.overload_rate_per_s]

@@ -11,18 +11,22 @@ each run, also when the command is ended: --resume goes on from there. `render.p
 
 import argparse
 import asyncio
+import math
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import render
-from peers.catalogue import family_of, is_available, known_names, system_of
+from outputs import output_folder
+from peers.catalogue import axes_of, check_name, family_of, is_available, known_names, system_of
 from results import Results, load_results, this_machine
 from rounds import Budget, compare, tune
 from workloads import OBJECTIVES, WORKLOADS, Conditions
 
+from pdserve.cli.errors import SettingError
+from pdserve.cli.load_plan import TraceScale, read_trace
 from pdserve.cli.load_report import Objectives
 
 _TRACE = Path(__file__).parent / "data" / "azure_conversation_2023_first2000.csv"
@@ -46,8 +50,8 @@ def main() -> None:
     """Run argv's comparisons; servers end with it, also on SIGINT and SIGTERM, and what was measured is kept."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    options = _parser().parse_args()
-    names = list(WORKLOADS) if options.workload == "all" else [options.workload]
+    options = checked_options(sys.argv[1:])
+    names = _names(options)
     minutes = options.budget_minutes
     if minutes is None and options.workload == "all" and options.quick:
         minutes = _QUICK_BUDGET_MINUTES
@@ -65,6 +69,31 @@ def main() -> None:
         raise SystemExit("\n".join(failures))
 
 
+def checked_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options; what would only fail once its turn has come, which may be hours later, is refused here."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    names = _names(options)
+    try:
+        for name in (options.ours, *options.peer, *(axes_of(family)[0][0] for family in options.tune)):
+            check_name(name)
+        if "W6" in names:
+            read_trace(options.trace, 1, TraceScale(), options.seed)
+        if options.resume and options.output is not None:
+            for name in names:
+                if (path := options.output / f"{name}.json").exists():
+                    load_results(path)
+    except (SystemExit, SettingError) as error:
+        parser.error(str(error))
+    if options.resume and options.output is None:
+        parser.error("--resume needs the --output of the earlier command")
+    return options
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    return list(WORKLOADS) if options.workload == "all" else [options.workload]
+
+
 def _share(ends_at: float | None, names: Sequence[str]) -> Budget:
     if ends_at is None:
         return Budget(None)
@@ -75,6 +104,8 @@ def _share(ends_at: float | None, names: Sequence[str]) -> Budget:
 def _run_workload(workload: str, options: argparse.Namespace, budget: Budget) -> str | None:
     """Run one comparison; return what went wrong with it, if anything: the others go on."""
     found: list[Results] = []
+    if not budget.has_room_for(0.1):
+        return f"{workload}: there was no time for a run"
     try:
         asyncio.run(_within(budget, _compare(workload, options, budget, found)))
     except TimeoutError:
@@ -113,16 +144,21 @@ async def _compare(workload: str, options: argparse.Namespace, budget: Budget, f
     names = dict.fromkeys([options.ours, *wanted, *(tried[0].name for tried in tuning.values())])
     systems = [system_of(name, workload, tuple(options.ours_option)) for name in names]
     settings = {system.name: system.settings for system in systems}
-    results = Results(workload, options.quick, options.seed, settings, this_machine(), {}, tuning, left_out)
-    if workload == "W6":
-        results.conditions |= {
-            "trace": options.trace.name,
-            "TTFT and TPOT ms": {name: [one.ttft_ms, one.tpot_ms] for name, one in conditions.objectives.items()},
-        }
+    asked = _asked(workload, options, conditions)
+    results = Results(workload, options.quick, options.seed, settings, this_machine(), asked, {}, tuning, left_out)
     if options.resume and options.output is not None:
         _take_over(results, options.output / f"{workload}.json")
     found.append(results)
     await compare(results, systems, conditions, options.rounds, budget, options.output)
+
+
+def _asked(workload: str, options: argparse.Namespace, conditions: Conditions) -> Mapping[str, object]:
+    if workload == "W4":
+        return {} if options.rate is None else {"--rate": options.rate}
+    if workload != "W6":
+        return {}
+    objectives = {name: [one.ttft_ms, one.tpot_ms] for name, one in conditions.objectives.items()}
+    return {"trace": options.trace.name, "TTFT and TPOT ms": objectives}
 
 
 def _objectives(options: argparse.Namespace) -> Mapping[str, Objectives]:
@@ -142,6 +178,16 @@ def _take_over(results: Results, path: Path) -> None:
     results.conditions |= earlier.conditions
 
 
+def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
+    def positive(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    return positive
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", choices=[*WORKLOADS, "all"])
@@ -159,19 +205,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ours-option", action="append", default=[], help="a flag for `pdserve serve`, as --flag=value"
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=_above_zero(int), default=3)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
-    parser.add_argument("--budget-minutes", type=float, help="end after so long with what there is; `all --quick`: 20")
-    parser.add_argument("--rate", type=float, help="W4: long prompts a second, instead of half of the slowest capacity")
+    parser.add_argument(
+        "--budget-minutes",
+        type=_above_zero(float),
+        help="end after so long with what there is; `all --quick`: 20",
+    )
+    parser.add_argument(
+        "--rate", type=_above_zero(float), help="W4: long prompts a second, instead of half of the slowest capacity"
+    )
     parser.add_argument("--trace", type=Path, default=_TRACE, help="W6: a trace file")
     parser.add_argument(
         "--slo-ttft-ms",
-        type=float,
+        type=_above_zero(float),
         help="W6: a good request has its first token by then; without either, both pairs: 2,000 and 100, 450 and 40",
     )
-    parser.add_argument("--slo-tpot-ms", type=float, help="W6: and its further ones at this pace")
+    parser.add_argument("--slo-tpot-ms", type=_above_zero(float), help="W6: and its further ones at this pace")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="folder for JSON, Markdown and plots")
+    parser.add_argument("--output", type=output_folder, help="folder for JSON, Markdown and plots")
     parser.add_argument("--resume", action="store_true", help="keep the runs that --output has of the same comparison")
     return parser
 

@@ -1,6 +1,6 @@
 """What `--wire-compression auto` does over links of several rates: measured, not predicted.
 
-    .venv/bin/python benchmarks/slow_link.py MODEL_DIR [--rates 5 10 50 0] [--dtypes bfloat16 float32 int8] [--rounds 3]
+    .venv/bin/python benchmarks/slow_link.py [MODEL_DIR] [--rates 5 10 50 0] [--dtypes bfloat16 int8] [--rounds 3]
 
 The keys and values of a prompt of tests/data/alice.txt, computed by transformers and cut into blocks of 16 tokens, go
 from a BlockSender to a BlockReceiver through a relay that lets so many MB/s pass (0: straight over loopback TCP). The
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import zmq.asyncio
 
+from pdserve.engine.model_source import resolve_model
 from pdserve.kvtransfer import BlockReceiver, BlockSender, KVLayout, PeerAddress, SenderConfig
 
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "alice.txt"
@@ -147,9 +148,10 @@ def blocks_of(model_dir: Path, num_tokens: int, dtype: str) -> tuple[KVLayout, l
 
 
 async def _main(arguments: argparse.Namespace) -> None:
+    model_dir = resolve_model(arguments.model, progress=print)
     print("| link | dtype | blocks compressed | bytes that travel | time against `none` |\n|---|---|---|---|---|")
     for dtype in arguments.dtypes:
-        layout, blocks = blocks_of(arguments.model, arguments.tokens, dtype)
+        layout, blocks = blocks_of(model_dir, arguments.tokens, dtype)
         for rate in arguments.rates:
             ways = {way: [] for way in ("auto", "none")}  # type: dict[str, list[Measured]]
             for _ in range(arguments.rounds):
@@ -166,7 +168,7 @@ async def _main(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", nargs="?", help="a model directory; default: the demo model")
     parser.add_argument("--rates", type=float, nargs="+", default=[5, 10, 50, 0], help="MB/s; 0 is loopback")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32", "int8"])
     parser.add_argument("--tokens", type=int, default=1024)

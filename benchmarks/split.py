@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from outputs import output_folder
 from systems import RunningSystem, System, running
 
 from pdserve.engine.config import EngineConfig
@@ -46,6 +47,15 @@ class Answer:
     num_tokens: int
     cpu_s: float
     stages: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is asked: prompts of these lengths in each round, and outputs of one length."""
+
+    lengths: Sequence[int]
+    num_output: int
+    num_rounds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,26 +152,22 @@ async def _model(session: aiohttp.ClientSession, url: str) -> str:
         return str((await reply.json())["data"][0]["id"])
 
 
-async def compare(
-    engine: Engine, server: RunningSystem, spans: Path, lengths: Sequence[int], num_output: int, num_rounds: int
-) -> list[Pair]:
-    """Ask both in turn; which is first changes from round to round."""
+async def compare(engine: Engine, server: RunningSystem, spans: Path, plan: Plan, pairs: list[Pair]) -> None:
+    """Ask both in turn, and add what they took to `pairs`; which is first changes from round to round."""
     chance = random.Random(1)
-    pairs = []
     async with aiohttp.ClientSession() as session:
-        for number in range(-1, num_rounds):  # round -1 warms both
-            for length in lengths:
+        for number in range(-1, plan.num_rounds):  # round -1 warms both
+            for length in plan.lengths:
                 prompts = [tuple(chance.randrange(3, 40_000) for _ in range(length)) for _ in range(2)]
                 answers: dict[str, Answer] = {}
                 for name in ("offline", "split") if number % 2 else ("split", "offline"):
                     if name == "offline":
-                        answers[name] = await asyncio.to_thread(answer_offline, engine, prompts[0], num_output)
+                        answers[name] = await asyncio.to_thread(answer_offline, engine, prompts[0], plan.num_output)
                     else:
-                        answers[name] = await answer_split(session, server, prompts[1], num_output, spans)
+                        answers[name] = await answer_split(session, server, prompts[1], plan.num_output, spans)
                 if number >= 0:
                     pairs.append(Pair(length, answers["offline"], answers["split"]))
                     print(_line(pairs[-1]), flush=True)
-    return pairs
 
 
 def _line(pair: Pair) -> str:
@@ -214,7 +220,22 @@ def main() -> None:
     options = _parser().parse_args()
     model_dir = options.model or resolve_model(None, progress=lambda line: None)
     lengths = options.prompt or ((64, 512) if options.quick else (64, 512, 1_024))
-    num_output, num_rounds = (32, 2) if options.quick else (options.output_tokens, options.rounds)
+    plan = Plan(lengths, *((32, 2) if options.quick else (options.output_tokens, options.rounds)))
+    pairs: list[Pair] = []
+    try:
+        _measure(options, model_dir, plan, pairs)
+    finally:  # also of what was ended by Ctrl-C
+        if pairs:
+            text = markdown(pairs)
+            print(text)
+            if options.output is not None:
+                options.output.mkdir(parents=True, exist_ok=True)
+                saved = json.dumps([asdict(pair) for pair in pairs], indent=1)
+                (options.output / "split.json").write_text(saved + "\n")
+                (options.output / "split.md").write_text(text)
+
+
+def _measure(options: argparse.Namespace, model_dir: Path, plan: Plan, pairs: list[Pair]) -> None:
     engine = Engine.load(EngineConfig(model_dir=model_dir, dtype=options.dtype))
     pdserve = str(Path(sys.executable).with_name("pdserve"))
     with tempfile.TemporaryDirectory(prefix="pdserve-split-") as folder:
@@ -222,14 +243,8 @@ def main() -> None:
         flags = ("--model", str(model_dir), "--dtype", options.dtype, "--transfer-spans-file", str(spans))
         command = (pdserve, "serve", "--port", "0", *flags, *options.option)
         with running(System("pdserve", command, " ".join(command))) as server:
-            pairs = asyncio.run(compare(engine, server, spans, lengths, num_output, num_rounds))
+            asyncio.run(compare(engine, server, spans, plan, pairs))
     engine.close()
-    text = markdown(pairs)
-    print(text)
-    if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "split.json").write_text(json.dumps([asdict(pair) for pair in pairs], indent=1) + "\n")
-        (options.output / "split.md").write_text(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -241,7 +256,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="prompts of 64 and 512, outputs of 32, two rounds")
     parser.add_argument("--option", action="append", default=[], help="a flag for `pdserve serve`, as --flag=value")
-    parser.add_argument("--output", type=Path, help="folder for JSON and Markdown")
+    parser.add_argument("--output", type=output_folder, help="folder for JSON and Markdown")
     return parser
 
 

@@ -82,6 +82,7 @@ def running(system: System) -> Iterator[RunningSystem]:
 
 def _wait_for_url(system: System, process: "subprocess.Popen[bytes]", log: Path) -> str:
     deadline = time.monotonic() + system.start_timeout_s
+    text = ""
     while time.monotonic() < deadline:
         text = log.read_text(errors="replace")
         found = _URL.search(text)

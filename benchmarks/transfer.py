@@ -24,12 +24,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import xxhash
 import zmq.asyncio
 from bare_sockets import cpu_seconds, receive_frames, send_frames
+from outputs import output_file
 from transfer_ways import DECODING_WAYS, MIB, WAYS, Job, Way, curve_ways, make_slots
 
 from pdserve.kvtransfer import (
@@ -120,27 +120,29 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", help="only these, as 'bare tcp'; with those that they are compared with")
     parser.add_argument("--curve", action="store_true", help="measure encrypted ways as well")
     parser.add_argument("--decoding", action="store_true", help="measure ours to a node that decodes as well")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--json", type=output_file)
+    parser.add_argument("--svg", type=output_file)
     parser.add_argument("--receive", help=argparse.SUPPRESS)  # the other process: its job
     arguments = parser.parse_args()
     if arguments.receive:
         job = json.loads(arguments.receive)
         _receive(Job(Way(**job.pop("way")), **job))
         return
-    rows = asyncio.run(_compare(arguments))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if arguments.svg:
-        arguments.svg.write_text(_plot(rows))
+    rows: list[dict[str, Any]] = []
+    try:
+        asyncio.run(_compare(arguments, rows))
+    finally:  # also of what was ended by Ctrl-C
+        if rows and arguments.json:
+            arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        if rows and arguments.svg:
+            arguments.svg.write_text(_plot(rows))
 
 
-async def _compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+async def _compare(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     ways = [*WAYS, *(curve_ways() if arguments.curve else ()), *(DECODING_WAYS if arguments.decoding else ())]
     if arguments.ways is not None:
         wanted = {*arguments.ways, *(way.reference for way in ways if way.name in arguments.ways)}
         ways = [way for way in ways if way.name in wanted]
-    rows: list[dict[str, Any]] = []
     print(f"{'block':>8} {'run':>3} {'way':18} {'GB/s':>6} {'of bare':>7} {'GB/CPU s':>8} {'of bare':>7}")
     for block_kib in arguments.block_kib:
         for run in arguments.runs:
@@ -151,7 +153,6 @@ async def _compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 for job in jobs:
                     measured[job.way.name].append(await _round(job))
             rows += _rows(jobs, measured)
-    return rows
 
 
 def _rows(jobs: Sequence[Job], measured: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:

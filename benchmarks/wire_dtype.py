@@ -1,6 +1,6 @@
 """What the dtype in which KV blocks travel does to logits, and what zstd makes of the blocks: two tables.
 
-    .venv/bin/python benchmarks/wire_dtype.py MODEL_DIR [--prompt 512] [--output 32] [--texts 4]
+    .venv/bin/python benchmarks/wire_dtype.py [MODEL_DIR] [--prompt 512] [--output 32] [--texts 4]
 
 Stretches of tests/data/alice.txt go through transformers in float32: a prompt fills a cache, its keys and values travel
 in each dtype (there and back, by kvtransfer's own conversion), and what follows is scored on that cache. The second
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from pdserve.engine.model_source import resolve_model
 from pdserve.kvtransfer.encoding import compress
 from pdserve.kvtransfer.rows import convert_rows
 
@@ -28,14 +29,15 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]  # K, V [1, num_kv_heads, num_t
 def main() -> None:
     """Measure and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", nargs="?", help="a model directory; default: the demo model")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--output", type=int, default=32)
     parser.add_argument("--texts", type=int, default=4)
     arguments = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    model_dir = resolve_model(arguments.model, progress=print)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     length = arguments.prompt + arguments.output
-    token_ids = AutoTokenizer.from_pretrained(arguments.model).encode(TEXT.read_text())[: arguments.texts * length]
+    token_ids = AutoTokenizer.from_pretrained(model_dir).encode(TEXT.read_text())[: arguments.texts * length]
     texts = torch.tensor(token_ids).reshape(-1, 1, length)
     with torch.inference_mode():
         layers = [_prompt_cache(model, text[:, : arguments.prompt]) for text in texts]

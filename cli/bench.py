@@ -56,6 +56,11 @@ OPTIONS: Mapping[str, tuple[ValueType, SettingValue, str]] = {
     "request_timeout_s": (_POSITIVE, 600.0, "a request that takes longer has failed"),
     "json": (text(), None, "also write the result to this file; - for standard output, without the table"),
 }
+# Each of these says nothing in a loop of another kind, and is refused there.
+_OF_A_CLOSED_LOOP = ("concurrency",)
+_OF_A_RATE = ("arrivals",)
+_OF_A_TRACE = ("divide_lengths", "stretch_time")
+_NOT_OF_A_TRACE = ("prompt_tokens", "output_tokens", "shared_prefix")
 API_KEY_ENVIRONMENT_NAME = "PDSERVE_BENCH_API_KEY"
 
 
@@ -102,9 +107,10 @@ def bench(flags: Mapping[str, str], environment: Mapping[str, str], *, progress:
     """Run the load, print what came of it and return the exit code: 1 if a request failed.
 
     Raises:
-        SettingError: an option has a wrong value.
+        SettingError: an option has a wrong value, or the result could not be written.
         CliError: the server does not answer.
     """
+    from pdserve.cli.file_check import check_output
     from pdserve.cli.load_client import Target
     from pdserve.cli.load_report import Objectives, report_of, report_table
 
@@ -112,14 +118,16 @@ def bench(flags: Mapping[str, str], environment: Mapping[str, str], *, progress:
     url = flags["url"].rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise SettingError(f"URL is {flags['url']!r}; it must begin with http:// or https://")
+    if options.json is not None and options.json != "-":
+        check_output("--json", options.json)
     plan = _plan(options)
     target = Target(url, options.model, environment.get(API_KEY_ENVIRONMENT_NAME), options.request_timeout_s)
-    records = asyncio.run(_run(target, plan, options, progress))
+    model, records = asyncio.run(_run(target, plan, options, progress))
     report = report_of(records, Objectives(options.slo_ttft_ms, options.slo_tpot_ms))
-    result = json.dumps({"url": url, "options": asdict(options), **report.as_json()}, indent=1)
+    result = json.dumps({"url": url, "model": model, "options": asdict(options), **report.as_json()}, indent=1)
+    print(result if options.json == "-" else report_table(report))
     if options.json is not None and options.json != "-":
         _write(Path(options.json), result + "\n")
-    print(result if options.json == "-" else report_table(report))
     return int(report.num_failed > 0)
 
 
@@ -127,7 +135,23 @@ def _options(flags: Mapping[str, str]) -> BenchOptions:
     values: dict[str, Any] = {name: _value(flags, name) for name in OPTIONS}
     if values["trace"] is not None and values["rate"] is not None:
         raise SettingError("--trace has arrival times of its own: give --stretch-time, not --rate")
+    if values["shared_prefix"] > values["prompt_tokens"]:
+        raise SettingError(f"--shared-prefix is more than --prompt-tokens, {values['prompt_tokens']}")
+    _refuse_without_effect(flags, "trace" if values["trace"] else "rate" if values["rate"] else None)
     return BenchOptions(**values)
+
+
+def _refuse_without_effect(flags: Mapping[str, str], kind: str | None) -> None:
+    """Refuse options that a loop of this kind would leave aside: who gave them believes that they were measured."""
+    without_effect = {
+        None: (*_OF_A_RATE, *_OF_A_TRACE),
+        "rate": (*_OF_A_CLOSED_LOOP, *_OF_A_TRACE),
+        "trace": (*_OF_A_CLOSED_LOOP, *_OF_A_RATE, *_NOT_OF_A_TRACE),
+    }[kind]
+    for name in without_effect:
+        if name in flags:
+            where = "without --rate or --trace" if kind is None else f"with --{kind}"
+            raise SettingError(f"--{name.replace('_', '-')} has no effect {where}: leave it out")
 
 
 def _value(flags: Mapping[str, str], name: str) -> SettingValue:
@@ -152,7 +176,7 @@ def _plan(options: BenchOptions) -> tuple[PlannedRequest, ...]:
 
 async def _run(
     target: "Target", plan: tuple[PlannedRequest, ...], options: BenchOptions, progress: Callable[[str], None]
-) -> "list[StreamRecord]":
+) -> "tuple[str, list[StreamRecord]]":
     from pdserve.cli.load_client import LoadClient
 
     lengths = Lengths(len(plan[0].prompt), min(4, plan[0].num_output))
@@ -162,7 +186,7 @@ async def _run(
             if record.error is not None:
                 raise CliError(f"the warm-up failed: {record.error}")
         progress(f"{len(plan)} requests to {target.url}")
-        return await client.run(plan, None if is_open else options.concurrency)
+        return client.model, await client.run(plan, None if is_open else options.concurrency)
 
 
 def _write(path: Path, content: str) -> None:

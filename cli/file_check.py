@@ -1,4 +1,4 @@
-"""Whether the files that nodes will write to can be written, asked before anything slow is started."""
+"""Whether the files that a command will write to can be written, asked before anything slow is started."""
 
 import os
 from pathlib import Path
@@ -13,12 +13,17 @@ def check_files(settings: Settings) -> None:
     Raises:
         SettingError: one cannot be written.
     """
-    _check("--transfer-spans-file", settings.transfer_spans_file)
-    _check("--core-share-file", settings.core_share_file)
-    _check("--kv-disk-dir", settings.kv_disk_dir, is_made=True)
+    check_output("--transfer-spans-file", settings.transfer_spans_file)
+    check_output("--core-share-file", settings.core_share_file)
+    check_output("--kv-disk-dir", settings.kv_disk_dir, is_made=True)
 
 
-def _check(flag: str, text: str | None, *, is_made: bool = False) -> None:
+def check_output(flag: str, text: str | None, *, is_made: bool = False) -> None:
+    """Look at one path, of a file or of a folder that is made when it is missing (`is_made`).
+
+    Raises:
+        SettingError: it cannot be written.
+    """
     if text is None:
         return
     try:
@@ -28,7 +33,7 @@ def _check(flag: str, text: str | None, *, is_made: bool = False) -> None:
 
 
 def _refuse_unwritable(flag: str, text: str, is_made: bool) -> None:
-    """Refuse what cannot be written; the folders above are there already, unless the node makes them (`is_made`)."""
+    """Refuse what cannot be written; the folders above are there already, unless they are made (`is_made`)."""
     path = Path(text)
     if path.is_dir() and not is_made:
         raise SettingError(f"{flag}: {text!r} is a directory; give the path of a file")

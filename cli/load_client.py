@@ -59,7 +59,7 @@ class LoadClient:
     def __init__(self, session: aiohttp.ClientSession, target: Target, model: str) -> None:
         self._session = session
         self._target = target
-        self._model = model
+        self.model = model
 
     @classmethod
     @asynccontextmanager
@@ -124,7 +124,7 @@ class LoadClient:
 
     def _body(self, request: PlannedRequest) -> dict[str, object]:
         return {
-            "model": self._model,
+            "model": self.model,
             "prompt": list(request.prompt),
             "max_tokens": request.num_output,
             "temperature": 0,
@@ -139,7 +139,7 @@ def _note(record: StreamRecord, line: bytes) -> None:
     """Take one line of the event stream.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: it is no event of this API.
     """
     if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
         return
@@ -147,6 +147,13 @@ def _note(record: StreamRecord, line: bytes) -> None:
     event: Any = json.loads(line.removeprefix(b"data:"))
     if not isinstance(event, dict):
         raise ValueError("an event is not an object")
+    try:
+        _note_event(record, event, now)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"an event is of another form: {error}") from error
+
+
+def _note_event(record: StreamRecord, event: dict[str, Any], now: float) -> None:
     if event.get("error"):
         record.error = f"error in the stream: {str(event['error'])[:300]}"
         return
@@ -171,4 +178,6 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
             listed: Any = await reply.json()
             return str(listed["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise CliError(f"{url}/v1/models names no model ({error!r}); is the server running? Or give --model") from error
+        raise CliError(
+            f"{url}/v1/models names no model ({type(error).__name__}: {error}); is the server running? Or give --model"
+        ) from error

@@ -43,6 +43,14 @@ class Keyspace:
         """Return the key that says whether a gateway works on a response (string: run or cancel)."""
         return f"pdserve:{self.namespace}:response:{response_id}:owner"
 
+    def gateway(self, gateway_id: str) -> str:
+        """Return the key of a gateway's lease (string)."""
+        return f"pdserve:{self.namespace}:gateway:{gateway_id}"
+
+    def cancels_of(self, gateway_id: str) -> str:
+        """Return the key of what others want a gateway to end (set: ids of answers)."""
+        return f"pdserve:{self.namespace}:gateway:{gateway_id}:cancels"
+
     @property
     def nodes(self) -> str:
         """Return the key of the index of nodes (sorted set: node id by time of renewal)."""

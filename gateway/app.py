@@ -1,5 +1,6 @@
 """The gateway's HTTP application."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 
@@ -11,6 +12,7 @@ from pdserve.gateway.background_responses import BackgroundResponses
 from pdserve.gateway.config import HttpConfig
 from pdserve.gateway.cors import allow_origin, answer_preflight
 from pdserve.gateway.deps import DEPS, Backend, GatewayDeps
+from pdserve.gateway.first_failure import first_failure
 from pdserve.gateway.generation_endpoints import chat_completions, completions, create_response, messages
 from pdserve.gateway.grammar_checker import GrammarChecker
 from pdserve.gateway.http_server import check_expectation
@@ -20,7 +22,9 @@ from pdserve.gateway.model_names import list_models, show_model
 from pdserve.gateway.open_requests import OpenRequests
 from pdserve.gateway.openapi import show_docs, show_openapi
 from pdserve.gateway.prompt_encoder import PromptEncoder
+from pdserve.gateway.request_cancellation import RequestCancellation
 from pdserve.gateway.request_endpoints import cancel_request, show_request
+from pdserve.gateway.request_records import AnswerRecords
 from pdserve.gateway.responses_endpoints import cancel_response, delete_response, show_input_items, show_response
 from pdserve.gateway.service_endpoints import admin_status, live, metrics, ready, show_version
 from pdserve.gateway.tokenize_endpoints import (
@@ -78,19 +82,22 @@ def create_app(
         middlewares=[label_request, envelope_errors, answer_preflight, require_api_key],
     )
     template = tokenizer.chat_template
+    answers = AnswerRecords(backend.records, backend.peers, config.max_choices)
+    open_requests = OpenRequests()
     app[DEPS] = GatewayDeps(
         config=config,
         tokenizer=tokenizer,
         source=backend.source,
         status=backend.status,
-        records=backend.records,
+        answers=answers,
+        cancellation=RequestCancellation(backend.peers, answers, open_requests),
         quotas=backend.quotas,
         responses=backend.responses,
         background=BackgroundResponses(backend.responses),
         encoder=PromptEncoder(tokenizer),
         grammars=GrammarChecker(tokenizer),
         metrics=GatewayMetrics(),
-        open_requests=OpenRequests(),
+        open_requests=open_requests,
         sampling_defaults=sampling_defaults,
         tool_syntax=tool_syntax(config.tool_call_parser, template.source if template is not None else None),
         started_s=time.monotonic(),
@@ -99,6 +106,7 @@ def create_app(
     app.on_response_prepare.append(allow_origin)
     app.cleanup_ctx.append(_threads)
     app.cleanup_ctx.append(_background)
+    app.cleanup_ctx.append(_heard_by_others)
     app.add_routes(
         web.route(method, path, handler, expect_handler=check_expectation) for method, path, handler in _ROUTES
     )
@@ -114,3 +122,10 @@ async def _threads(app: web.Application) -> AsyncIterator[None]:
 async def _background(app: web.Application) -> AsyncIterator[None]:
     async with app[DEPS].background.opened():
         yield
+
+
+async def _heard_by_others(app: web.Application) -> AsyncIterator[None]:
+    async with first_failure(), asyncio.TaskGroup() as group:
+        hearing = group.create_task(app[DEPS].cancellation.run(), name="cancellations of other gateways")
+        yield
+        hearing.cancel()

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from pdserve.control.errors import RedisUnavailable
 from pdserve.control.response_store import ResponseStore, StoredResponse
 from pdserve.gateway.error_responses import ErrorReply, error_reply
-from pdserve.gateway.errors import AdmissionRefused
+from pdserve.gateway.errors import AdmissionRefused, GenerationFailed
 from pdserve.gateway.first_failure import first_failure
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,8 @@ class BackgroundResponses:
         except _CancelAsked:
             return None
         except Exception as error:
+            if isinstance(error, GenerationFailed) and error.code == "cancelled":
+                return StoredResponse(job.shown("cancelled"), [])  # as a request, by its id
             return StoredResponse(job.failed(error_reply(error, job.response_id)), [])
 
     async def _keep(self, response_id: str) -> NoReturn:

@@ -86,7 +86,7 @@ def _text_as_given(prompt: Prompt, body: CompletionBody) -> str | None:
 
 
 async def _encode(prompt: Prompt, body: CompletionBody, deps: GatewayDeps, max_model_len: int) -> tuple[int, ...]:
-    kept = prompt_limit(body, max_model_len, body.max_tokens)
+    kept = prompt_limit(body, max_model_len, body.max_tokens, _DEFAULT_MAX_TOKENS)
     if isinstance(prompt, list):
         prompt = prompt if kept is None else prompt[-kept:]
         if len(prompt) <= max_model_len:  # a longer one is refused for its length

@@ -6,9 +6,9 @@ from typing import Protocol
 
 from aiohttp import web
 
+from pdserve.control.gateway_peers import GatewayPeers
 from pdserve.control.messages import NodeLoad, SpeculationCounts
 from pdserve.control.quota_store import QuotaStore
-from pdserve.control.request_state import RequestRecord
 from pdserve.control.response_store import ResponseStore
 from pdserve.engine.sampling_defaults import SamplingDefaults
 from pdserve.engine.tokenizer import Tokenizer
@@ -21,18 +21,9 @@ from pdserve.gateway.grammar_checker import GrammarChecker
 from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.gateway.open_requests import OpenRequests
 from pdserve.gateway.prompt_encoder import PromptEncoder
+from pdserve.gateway.request_cancellation import RequestCancellation
+from pdserve.gateway.request_records import AnswerRecords, RequestRecords
 from pdserve.gateway.tool_syntax import ToolSyntax
-
-
-class RequestRecords(Protocol):
-    """Where the records of requests are kept."""
-
-    async def get(self, request_id: str) -> RequestRecord | None:
-        """Return the record, or None.
-
-        Raises:
-            RedisUnavailable: nothing can be read now.
-        """
 
 
 class ServiceStatus(Protocol):
@@ -70,6 +61,7 @@ class Backend:
     source: GenerationSource
     status: ServiceStatus
     records: RequestRecords
+    peers: GatewayPeers
     quotas: QuotaStore
     responses: ResponseStore
 
@@ -82,7 +74,8 @@ class GatewayDeps:
     tokenizer: Tokenizer
     source: GenerationSource
     status: ServiceStatus
-    records: RequestRecords
+    answers: AnswerRecords
+    cancellation: RequestCancellation
     quotas: QuotaStore
     responses: ResponseStore
     background: BackgroundResponses

@@ -3,11 +3,13 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import zmq.asyncio
 
+from pdserve.control.errors import RedisUnavailable
+from pdserve.control.gateway_peers import GatewayPeers
 from pdserve.control.keyspace import Keyspace
 from pdserve.control.node_registry import NodeRegistry
 from pdserve.control.quota_store import QuotaStore
@@ -47,6 +49,8 @@ async def open_dispatch(config: GatewayConfig, canary_prompt: tuple[int, ...]) -
             try:
                 yield parts
                 await recorder.flush(_FLUSH_S)
+                with suppress(RedisUnavailable):
+                    await parts.backend.peers.leave()
             finally:
                 for task in tasks:
                     task.cancel()
@@ -78,6 +82,7 @@ def _start(
         source=dispatcher,
         status=DispatchStatus(pool, dispatcher, canary),
         records=recorder,
+        peers=GatewayPeers(redis, keyspace, gateway_id),
         responses=ResponseStore(redis, keyspace, config.http.response_ttl_s),
         quotas=QuotaStore(redis, keyspace, config.http.request_timeout_s + _SPARE_LEASE_S),
     )

@@ -132,16 +132,20 @@ def num_choices(body: GenerationBody, num_prompts: int, max_choices: int) -> int
     return n
 
 
-def prompt_limit(body: GenerationBody, max_model_len: int, max_tokens: int | None) -> int | None:
+def prompt_limit(
+    body: GenerationBody, max_model_len: int, max_tokens: int | None, default_max_tokens: int = 1
+) -> int | None:
     """Return how many of a prompt's last tokens are kept; None: all of them, and too many are refused.
 
-    `truncate_prompt_tokens` of -1 leaves room for an answer of `max_tokens`, or for one token.
+    `truncate_prompt_tokens` of -1 leaves room for an answer of `max_tokens`; where the client names none, for one of
+    `default_max_tokens`, or of `min_tokens` if that is more.
     """
     wanted = body.truncate_prompt_tokens
     if wanted is None:
         return None
     if wanted == -1:
-        return max(1, max_model_len - max(1, max_tokens or 1))
+        answer = max(default_max_tokens, body.min_tokens or 0) if max_tokens is None else max_tokens
+        return max(1, max_model_len - answer)
     if not 1 <= wanted <= max_model_len:
         raise InvalidRequest("truncate_prompt_tokens", f"must be -1, or between 1 and {max_model_len}")
     return wanted

@@ -68,6 +68,7 @@ class OpenRequests:
             raise GenerationFailed("draining", "the gateway shut down before the answer was complete", True) from None
         finally:
             self._scopes.discard(scope)
+            scope.closed.set()
             if not self._scopes:
                 self._closed.set()
 
@@ -83,12 +84,12 @@ class OpenRequests:
                 async with asyncio.timeout(_ENDING_S):
                     await self._closed.wait()
 
-    def cancel(self, response_id: str) -> bool:
-        """End the open request that answers under `response_id`; whether there is one."""
+    def cancel(self, response_id: str) -> "list[OpenRequest]":
+        """Tell the open requests that answer under `response_id` to end, and return them; none: there is no such."""
         found = [scope for scope in self._scopes if scope.response_id == response_id]
         for scope in found:
             scope.end(_Ending.CANCELLED)
-        return bool(found)
+        return found
 
     def end_all(self) -> None:
         """End every open scope now, with an error to its client."""
@@ -107,6 +108,7 @@ class OpenRequest:
         self.timeout = asyncio.timeout(None)
         self.ending: _Ending | None = None
         self.response_id: str | None = None
+        self.closed = asyncio.Event()
         self._request = request
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None

@@ -1,6 +1,7 @@
 """/openapi.json, made of the schema objects that validate, and /docs, a page that shows it without any other server."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -11,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from pdserve.engine.closed_schema import closed
 from pdserve.gateway.docs_page import DOCS_PAGE
+from pdserve.gateway.item_pages import DEFAULT_ITEMS, MAX_ITEMS, ORDERS
 from pdserve.gateway.messages_format import ANTHROPIC_PATHS
 from pdserve.gateway.messages_schema import CountTokensBody, MessagesBody
 from pdserve.gateway.other_reply_types import (
@@ -43,7 +45,6 @@ _REASONS = {
     403: "an admin key is required",
     404: "no such model, request or path",
     408: "the body did not come in time",
-    409: "another gateway answers this request",
     413: "the body is too large",
     415: "the body is not said to be JSON",
     417: "the only expectation that can be met is 100-continue",
@@ -72,8 +73,14 @@ class Operation:
     reply: type[Any] | None = None
     chunk: type[Any] | None = None
     content_type: str = "application/json"
+    query: Mapping[str, Any] = field(default_factory=dict)  # the schema of each parameter
 
 
+_PAGE = {
+    "order": {"enum": list(ORDERS), "default": "desc"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS, "default": DEFAULT_ITEMS},
+    "after": {"type": "string"},
+}
 OPERATIONS = (
     Operation(
         "POST",
@@ -114,7 +121,15 @@ OPERATIONS = (
     Operation(
         "POST", "/v1/responses/{id}/cancel", "Cancel a background response", (400, 401, 404, 503), None, ResponseReply
     ),
-    Operation("GET", "/v1/responses/{id}/input_items", "What a response answered", (401, 404, 503), None, InputItems),
+    Operation(
+        "GET",
+        "/v1/responses/{id}/input_items",
+        "What a response answered",
+        (400, 401, 404, 503),
+        None,
+        InputItems,
+        query=_PAGE,
+    ),
     Operation(
         "POST", "/v1/completions/render", "The prompts of a body", (*_BODY_ERRORS, 503), CompletionBody, RenderedPrompts
     ),
@@ -124,7 +139,7 @@ OPERATIONS = (
     Operation("POST", "/tokenize", "Text or messages to token ids", _BODY_ERRORS, TokenizeBody, Tokenized),
     Operation("POST", "/detokenize", "Token ids to text", _BODY_ERRORS, DetokenizeBody, Detokenized),
     Operation("GET", "/v1/requests/{id}", "State, route and story of a request", (401, 404, 503), None, RequestReply),
-    Operation("DELETE", "/v1/requests/{id}", "Cancel a request", (401, 404, 409, 503), None, CancelledRequest),
+    Operation("DELETE", "/v1/requests/{id}", "Cancel a request", (401, 404, 503), None, CancelledRequest),
     Operation("GET", "/v1/models", "The served models", (401,), None, ModelList),
     Operation("GET", "/v1/models/{name}", "One served model", (401, 404), None, ModelCard),
     Operation("GET", "/health", "The process lives", reply=Alive),
@@ -229,9 +244,12 @@ def _operation(operation: Operation) -> dict[str, Any]:
     if operation.body is not None:
         reference = {"$ref": _REFERENCE.format(model=operation.body.__name__)}
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
+    parameters = [{"name": name, "in": "query", "schema": shape} for name, shape in operation.query.items()]
     if (start := operation.path.find("{")) >= 0:
         name = operation.path[start + 1 : operation.path.index("}")]
-        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+        parameters.insert(0, {"name": name, "in": "path", "required": True, "schema": {"type": "string"}})
+    if parameters:
+        described["parameters"] = parameters
     return described
 
 

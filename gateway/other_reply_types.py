@@ -268,11 +268,12 @@ class RequestReply(TypedDict):
 
 
 class CancelledRequest(TypedDict):
-    """Whether there was anything to cancel."""
+    """The state that a request has reached, and whether that is cancelled."""
 
     id: str
     object: Literal["request"]
     cancelled: bool
+    status: str
 
 
 class ModelCard(TypedDict):

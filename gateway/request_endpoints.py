@@ -5,53 +5,42 @@ import re
 from aiohttp import web
 
 from pdserve.control.request_state import RequestRecord, RequestStatus
-from pdserve.gateway.deps import DEPS, GatewayDeps
+from pdserve.gateway.deps import DEPS
 from pdserve.gateway.error_responses import ErrorReply, HttpError, json_response
 from pdserve.gateway.other_reply_types import RequestChoice
+from pdserve.gateway.request_records import status_of_all
 
 _ID = re.compile(r"[a-z]{1,16}[-_][0-9a-f]{32}")
-_BY_WEIGHT = (  # what the whole is, if any of its choices is
-    RequestStatus.FAILED,
-    RequestStatus.CANCELLED,
-    RequestStatus.QUEUED,
-    RequestStatus.PREFILLING,
-    RequestStatus.TRANSFERRING,
-    RequestStatus.DECODING,
-    RequestStatus.FINISHED,
-)
 
 
 async def show_request(request: web.Request) -> web.Response:
     """GET /v1/requests/{id}: the record of each choice, as Redis has it."""
     deps = request.app[DEPS]
     response_id = _response_id(request)
-    records = await _records(response_id, deps)
+    records = await deps.answers.of(response_id)
     if not records:
         raise _unknown()
-    statuses = {record.status for record in records}
     return json_response(
         {
             "id": response_id,
             "object": "request",
-            "status": next(status for status in _BY_WEIGHT if status in statuses),
+            "status": status_of_all(records),
             "choices": [_choice(index, record) for index, record in enumerate(records)],
         }
     )
 
 
 async def cancel_request(request: web.Request) -> web.Response:
-    """DELETE /v1/requests/{id}: end it now; who waits for it is told. Again is harmless."""
-    deps = request.app[DEPS]
+    """DELETE /v1/requests/{id}: end it, whichever gateway answers it; who waits for it is told. Again is harmless."""
     response_id = _response_id(request)
-    if deps.open_requests.cancel(response_id):
-        return json_response({"id": response_id, "object": "request", "cancelled": True})
-    records = await _records(response_id, deps)
-    if not records:
+    status = await request.app[DEPS].cancellation.cancel(response_id)
+    if status is None:
         raise _unknown()
-    if all(record.status.is_terminal for record in records):
-        return json_response({"id": response_id, "object": "request", "cancelled": False})
-    message = f"this request is answered by {records[0].gateway_id}; cancel it there"
-    raise HttpError(ErrorReply(409, message, code="other_gateway"))
+    if not status.is_terminal:
+        message = f"the gateway that answers this request was told to end it, and has not yet: it is {status}"
+        raise HttpError(ErrorReply(503, message, code="gateway_silent", retry_after_s=1.0))
+    is_cancelled = status is RequestStatus.CANCELLED
+    return json_response({"id": response_id, "object": "request", "cancelled": is_cancelled, "status": status})
 
 
 def _response_id(request: web.Request) -> str:
@@ -64,16 +53,6 @@ def _response_id(request: web.Request) -> str:
 def _unknown() -> HttpError:
     message = "no such request is known: it never was, or it ended a while ago"
     return HttpError(ErrorReply(404, message, code="request_not_found"))
-
-
-async def _records(response_id: str, deps: GatewayDeps) -> list[RequestRecord]:
-    records: list[RequestRecord] = []
-    while len(records) < deps.config.max_choices:
-        record = await deps.records.get(f"{response_id}-{len(records)}")
-        if record is None:
-            break
-        records.append(record)
-    return records
 
 
 def _choice(index: int, record: RequestRecord) -> RequestChoice:

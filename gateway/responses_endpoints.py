@@ -1,13 +1,16 @@
 """What can be done with a stored response: fetch it, see its input, cancel it, forget it."""
 
 import re
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
 
+from pdserve.control.errors import RedisUnavailable
 from pdserve.control.response_store import StoredResponse
 from pdserve.gateway.deps import DEPS, GatewayDeps
 from pdserve.gateway.error_responses import ErrorReply, HttpError, json_response
+from pdserve.gateway.item_pages import ItemPage
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 _RUNNING = ("queued", "in_progress")
@@ -23,7 +26,8 @@ async def show_response(request: web.Request) -> web.Response:
 
 
 async def show_input_items(request: web.Request) -> web.Response:
-    """GET /v1/responses/{id}/input_items: the conversation that was answered."""
+    """GET /v1/responses/{id}/input_items: the conversation that was answered, a page of it."""
+    page = ItemPage.of(request.query)
     stored = await _stored(request)
     num_answers = 1 if stored.response["output"] else 0
     messages = stored.messages[: len(stored.messages) - num_answers]
@@ -31,8 +35,7 @@ async def show_input_items(request: web.Request) -> web.Response:
     stem = f"msg_{response_id.removeprefix('resp_')}"
     shown = [item for message in messages for item in _items(message)]
     items = [{"id": f"{stem}_{index}", "status": "completed", **item} for index, item in enumerate(shown)]
-    first_id, last_id = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    return json_response({"object": "list", "data": items, "first_id": first_id, "last_id": last_id, "has_more": False})
+    return json_response(page.cut(items))
 
 
 async def cancel_response(request: web.Request) -> web.Response:
@@ -45,6 +48,7 @@ async def cancel_response(request: web.Request) -> web.Response:
     if stored.response["status"] in _RUNNING:
         cancelled = StoredResponse({**stored.response, "status": "cancelled"}, [])
         if await deps.responses.cancel(stored.response["id"], cancelled):
+            await _stop(stored.response["id"], deps)
             return json_response(cancelled.response)
         stored = await _stored(request)  # it has just ended, or was deleted
     return json_response(await _as_it_is(stored, deps))
@@ -55,7 +59,15 @@ async def delete_response(request: web.Request) -> web.Response:
     stored = await _stored(request)
     response_id = stored.response["id"]
     await request.app[DEPS].responses.delete(response_id)
+    if stored.response["status"] in _RUNNING:
+        await _stop(response_id, request.app[DEPS])
     return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def _stop(response_id: str, deps: GatewayDeps) -> None:
+    """Have its work end now, so that its record says so too; in the store its end is written already."""
+    with suppress(RedisUnavailable):
+        await deps.cancellation.cancel(response_id)
 
 
 async def _stored(request: web.Request) -> StoredResponse:

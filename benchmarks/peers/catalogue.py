@@ -76,6 +76,17 @@ def is_available(name: str) -> bool:
     return name in OURS or is_installed(family_of(name))
 
 
+def check_name(name: str) -> None:
+    """Refuse a system that cannot be started, without starting or making anything.
+
+    Raises:
+        SystemExit: there is no such system, or its environment is not installed.
+    """
+    if name not in OURS:
+        family, _, _ = _parsed(name)
+        peer_python(family)
+
+
 def system_of(name: str, workload: str, options: tuple[str, ...] = ()) -> System:
     """Return the system called `name`, set for `workload`; `options` are added to ours.
 
@@ -86,6 +97,15 @@ def system_of(name: str, workload: str, options: tuple[str, ...] = ()) -> System
         pdserve = Path(sys.executable).with_name("pdserve")
         flags = (*OURS[name], *options)
         return System(name, (str(pdserve), "serve", "--port", "0", *flags), " ".join(("pdserve serve", *flags)))
+    family, kind, chosen = _parsed(name)
+    settings: dict[str, object] = {"threads": _THREADS, **_PLAIN[family]}
+    for option in chosen:
+        settings |= option
+    return _PEERS[family](name, kind, settings, workload)
+
+
+def _parsed(name: str) -> tuple[str, str, list[Mapping[str, object]]]:
+    """Return what a peer's name says: family, type, and the settings of each option."""
     family, *words = name.split("-")
     if family not in TYPES:
         raise SystemExit(f"{name!r} is no system; known are {', '.join(known_names())}")
@@ -93,10 +113,7 @@ def system_of(name: str, workload: str, options: tuple[str, ...] = ()) -> System
     known = {option: value for line in OPTIONS[family] for option, value in line.items()}
     if kind not in TYPES[family] or not set(chosen) <= set(known):
         raise SystemExit(f"{name!r}: {family}-TYPE[-OPTION...] with {TYPES[family]} and {tuple(known)}")
-    settings: dict[str, object] = {"threads": _THREADS, **_PLAIN[family]}
-    for option in chosen:
-        settings |= known[option]
-    return _PEERS[family](name, kind, settings, workload)
+    return family, kind, [known[option] for option in chosen]
 
 
 def _llamacpp(name: str, kind: str, settings: dict[str, object], workload: str) -> System:

@@ -3,6 +3,7 @@
 .venv/bin/python benchmarks/peers/environments.py llamacpp          (or transformers, ctranslate2, vllm; or several)
 """
 
+import argparse
 import hashlib
 import os
 import subprocess
@@ -109,10 +110,9 @@ def _demo_source(scratch: Path) -> Path:
 
 def main() -> None:
     """Install the environments named in argv."""
-    unknown = set(sys.argv[1:]) - set(_REQUIREMENTS)
-    if unknown or not sys.argv[1:]:
-        raise SystemExit(f"which of {', '.join(_REQUIREMENTS)}?")
-    for name in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="+", choices=tuple(_REQUIREMENTS), help="a peer; several are made in turn")
+    for name in parser.parse_args().name:
         install(name)
 
 

@@ -33,6 +33,14 @@ def test_other_settings_are_another_comparison(load: Load) -> None:
     assert not one.continues(other)
 
 
+def test_what_was_asked_otherwise_is_another_comparison(load: Load) -> None:
+    results = load("results").Results
+
+    one, other = (results("W6", True, 7, {}, asked={"trace": name}) for name in ("a.csv", "b.csv"))
+
+    assert not one.continues(other) and one.continues(one)
+
+
 def test_a_file_of_another_kind_is_named(load: Load, tmp_path: Path) -> None:
     (tmp_path / "W1.json").write_text("[1]")
 

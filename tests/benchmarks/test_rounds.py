@@ -64,6 +64,61 @@ async def test_rounds_alternate_are_saved_and_resumed_and_what_fails_is_left_out
     assert "decode tokens/s" in load("render").render(tmp_path) and (tmp_path / "W1-0.svg").exists()
 
 
+# Ends at its sixth request: three warm it, two are a round of W1.
+_DYING = _SERVER.replace(
+    "def accept(one):",
+    """
+import itertools, os
+numbers = itertools.count(1)
+
+def accept(one):
+    if next(numbers) == 6:
+        os._exit(3)""",
+)
+
+
+@pytest.mark.timeout(180)
+async def test_a_peer_that_dies_is_left_out_and_the_others_go_on(load: Load, tmp_path: Path) -> None:
+    ours, dying, peer = _system(load, "ours"), _system(load, "dying", _DYING), _system(load, "peer")
+    mute = _system(load, "mute", "import time; print('serving on http://127.0.0.1:9', flush=True); time.sleep(600)")
+
+    results = await _compare(load, tmp_path, [ours, dying, mute, peer], 3)
+
+    assert [run.round for run in results.runs if run.system == "dying"] == [0]
+    for name in ("ours", "peer"):
+        assert [run.round for run in results.runs if run.system == name] == [0, 1, 2]
+    assert "requests failed" in results.left_out["dying"] and "does not answer" in results.left_out["mute"]
+    saved = load("results").load_results(tmp_path / "W1.json")
+    assert (saved.left_out, saved.runs) == (results.left_out, results.runs)
+
+
+@pytest.mark.timeout(180)
+async def test_ours_that_dies_ends_the_comparison_with_what_there_is(load: Load, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="requests failed"):
+        await _compare(load, tmp_path, [_system(load, "ours", _DYING), _system(load, "peer")], 3)
+
+    saved = load("results").load_results(tmp_path / "W1.json")
+    assert [(run.system, run.round) for run in saved.runs] == [("ours", 0), ("peer", 0)]
+
+
+@pytest.mark.timeout(180)
+async def test_a_server_that_dies_has_no_goodput(load: Load) -> None:
+    goodput = load("goodput")
+    trace = _BENCHMARKS / "data" / "azure_conversation_2023_first2000.csv"
+    with load("systems").running(_system(load, "dying", _DYING)) as server:
+        async with LoadClient.open(Target(server.url)) as client:
+            requests = goodput.TraceRequests(trace, 5, 0.0, 8.0, seed=1)
+            with pytest.raises(SystemExit, match="no answer after a trial"):
+                await goodput.measure_goodput(client, requests, Objectives(60_000.0, None), 1.5)
+
+
+def test_a_server_without_time_to_start_is_told(load: Load) -> None:
+    system = load("rounds").Budget(time.monotonic()).limits(_system(load, "peer"))
+
+    with pytest.raises(SystemExit, match="peer does not serve after 0 s"), load("systems").running(system):
+        pass
+
+
 @pytest.mark.timeout(180)
 async def test_interference_and_goodput_of_a_server_that_answers_at_once(load: Load) -> None:
     interference, goodput = load("interference"), load("goodput")

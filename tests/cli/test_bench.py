@@ -20,6 +20,8 @@ async def _models(request: web.Request) -> web.Response:
 async def _complete(request: web.Request) -> web.StreamResponse:
     """A server of another make: no token ids in its events, usage in a last one; key `secret`."""
     body = await request.json()
+    if body["model"] == "odd":
+        return web.Response(text='data: {"choices": [1]}\n\n', content_type="text/event-stream")
     if request.headers.get("Authorization") != "Bearer secret" or body["model"] != "other":
         raise web.HTTPUnauthorized
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -63,7 +65,7 @@ def test_the_result_of_any_server_is_printed_and_written(
     result = json.loads(path.read_text())
     assert (result["num_requests"], result["output_tokens"], result["prompt_tokens"]) == (4, 24, 20)
     assert result["itl_ms"]["p50"] <= result["itl_ms"]["p99"] <= result["itl_ms"]["max"]
-    assert result["options"]["concurrency"] == 2
+    assert (result["model"], result["options"]["concurrency"]) == ("other", 2)
     shown = capsys.readouterr().out
     assert "requests      4, failed 0" in shown and "TTFT" in shown
 
@@ -78,9 +80,33 @@ def test_failed_requests_make_the_exit_code(other_server: str, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)["num_failed"] == 2
 
 
+def test_events_of_another_form_are_failures(other_server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "odd", "--warmup", "0", "--num-requests", "1", "--json", "-"]
+
+    assert run(["bench", other_server, *options], {}) == 1
+    assert "an event is of another form" in json.loads(capsys.readouterr().out)["errors"][0]
+
+
+def test_a_result_that_cannot_be_written_is_still_printed(
+    other_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--num-requests", "2", "--output-tokens", "3", "--json", "/dev/full"]
+
+    with pytest.raises(CliError, match="/dev/full"):
+        run(["bench", other_server, *options], {"PDSERVE_BENCH_API_KEY": "secret"})
+
+    assert "requests      2, failed 0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
+        (["http://h", "--json", "/no/such/folder/result.json"], "--json: there is no directory"),
+        (["http://h", "--json", "/"], "--json: '/' is a directory"),
+        (["http://h", "--prompt-tokens", "5", "--shared-prefix", "6"], "--shared-prefix is more than"),
+        (["http://h", "--arrivals", "constant"], "--arrivals has no effect without --rate"),
+        (["http://h", "--rate", "1", "--concurrency", "2"], "--concurrency has no effect with --rate"),
+        (["http://h", "--trace", "t.csv", "--output-tokens", "2"], "--output-tokens has no effect with --trace"),
         (["localhost:80"], "URL"),
         (["http://h", "--concurrency", "0"], "--concurrency"),
         (["http://h", "--rate", "fast"], "--rate"),

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from pdserve.control.gateway_peers import GatewayPeers
 from pdserve.control.keyspace import Keyspace
 from pdserve.control.messages import FinishReason, NodeLoad, SpeculationCounts, TokenLogprobs
 from pdserve.control.quota_store import QuotaStore
@@ -32,6 +33,7 @@ from pdserve.gateway.generation import (
     StageTimings,
 )
 from pdserve.gateway.http_server import listening
+from pdserve.gateway.request_records import RequestRecords
 
 MODEL = "org/demo"
 
@@ -256,6 +258,11 @@ def unreachable_responses() -> ResponseStore:
     return ResponseStore(connect("redis://127.0.0.1:1"), Keyspace("none"), 60.0)
 
 
+def unreachable_peers() -> GatewayPeers:
+    """For a gateway that is alone."""
+    return GatewayPeers(connect("redis://127.0.0.1:1"), Keyspace("none"), "gateway-alone")
+
+
 @pytest.fixture(scope="session")
 def demo_tokenizer(demo_model_dir: Path) -> Tokenizer:
     return Tokenizer.load(demo_model_dir)
@@ -289,23 +296,26 @@ async def start_gateway(demo_tokenizer: Tokenizer) -> AsyncIterator[Callable]:
             quotas: QuotaStore | None = None,
             tokenizer: Tokenizer = demo_tokenizer,
             responses: ResponseStore | None = None,
+            records: RequestRecords | None = None,
+            peers: GatewayPeers | None = None,
             **changes,
         ) -> RunningGateway:
             config = replace(HttpConfig(model_names=(MODEL,), port=0, max_model_len=256, keep_alive_s=5.0), **changes)
             source = ScriptedSource(Script(answer=lambda request: []), min(tokenizer.eos_token_ids))
             status = FixedStatus()
-            records: dict[str, RequestRecord] = {}
+            known: dict[str, RequestRecord] = {}
             backend = Backend(
                 source=source,
                 status=status,
-                records=KnownRecords(records),
+                records=records or KnownRecords(known),
+                peers=peers or unreachable_peers(),
                 quotas=quotas or unreachable_quotas(),
                 responses=responses or unreachable_responses(),
             )
             app = create_app(config, tokenizer, backend, defaults or SamplingDefaults())
             url = await stack.enter_async_context(listening(app, config, handler_cancellation))
             session = await stack.enter_async_context(aiohttp.ClientSession())
-            gateway = RunningGateway(url, source, status, tokenizer, app, session, records)
+            gateway = RunningGateway(url, source, status, tokenizer, app, session, known)
             gateway.say("Hello there, friend!")
             return gateway
 

@@ -230,6 +230,29 @@ async def test_long_prompts_are_cut_from_the_left_when_asked(gateway):
     assert status == 200 and reply["usage"]["prompt_tokens"] == 9
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "num_kept"),
+    [
+        ("/v1/completions", {}, 256 - 16),
+        ("/v1/completions", {"min_tokens": 30}, 256 - 30),
+        ("/v1/completions", {"max_tokens": 40}, 256 - 40),
+        ("/v1/completions", {"max_tokens": 0, "echo": True}, 256),
+        ("/v1/chat/completions", {}, 256 - 1),
+        ("/v1/chat/completions", {"min_tokens": 30}, 256 - 30),
+        ("/v1/chat/completions", {"max_tokens": 9, "max_completion_tokens": 50}, 256 - 50),
+    ],
+)
+async def test_a_cut_to_the_context_leaves_room_for_the_answer(gateway, path, fields, num_kept):
+    long = "word " * 2000
+    asked = {"prompt": long} if path == "/v1/completions" else {"messages": [{"role": "user", "content": long}]}
+
+    status, reply, _ = await gateway.post(path, {"model": MODEL, **asked, **fields, "truncate_prompt_tokens": -1})
+
+    assert status == 200 and reply["usage"]["prompt_tokens"] == num_kept
+    request = gateway.source.started[-1].request if gateway.source.started else None
+    assert request is None or len(request.prompt_token_ids) == num_kept
+
+
 @pytest.mark.parametrize("value", [0, -2, 257, "5", True])
 async def test_a_wrong_cut_is_refused(gateway, value):
     body = {"model": MODEL, "prompt": "Hi", "truncate_prompt_tokens": value}

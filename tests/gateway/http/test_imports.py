@@ -11,7 +11,7 @@ from pdserve.gateway.app import create_app
 from pdserve.gateway.deps import Backend
 from pdserve.gateway.config import HttpConfig
 tokenizer = Tokenizer.load(pathlib.Path(sys.argv[1]))
-backend = Backend(source=None, status=None, records=None, quotas=None, responses=None)
+backend = Backend(source=None, status=None, records=None, peers=None, quotas=None, responses=None)
 create_app(HttpConfig(model_names=("m",), max_model_len=8), tokenizer, backend, None)
 print(sorted({"torch", "transformers", "numpy"} & set(sys.modules)))
 """

@@ -16,7 +16,7 @@ def test_every_route_is_described_and_no_other(demo_tokenizer):
     app: web.Application = create_app(
         HttpConfig(model_names=("m",), max_model_len=8),
         demo_tokenizer,
-        Backend(source=None, status=None, records=None, quotas=None, responses=None),
+        Backend(source=None, status=None, records=None, peers=None, quotas=None, responses=None),
         None,
     )
     routes = {

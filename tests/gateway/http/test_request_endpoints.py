@@ -5,11 +5,26 @@ import json
 
 import pytest
 
+from pdserve.control.gateway_peers import GatewayPeers
+from pdserve.control.keyspace import Keyspace
 from pdserve.control.request_state import RequestFacts, RequestRecord, RequestStatus, StoryEntry
 
 MODEL = "org/demo"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 ID = "chatcmpl-" + "0123456789abcdef" * 2
+
+
+@pytest.fixture
+async def peer(redis) -> GatewayPeers:
+    """The other gateway, which lives, and hears of what it is told when a test has it listen."""
+    peer = GatewayPeers(redis, Keyspace("test"), "gateway-1", lease_s=60.0)
+    await peer.hear()
+    return peer
+
+
+@pytest.fixture
+async def gateway(start_gateway, redis):
+    return await start_gateway(peers=GatewayPeers(redis, Keyspace("test"), "gateway-0", lease_s=60.0))
 
 
 def record(request_id: str, status: RequestStatus) -> RequestRecord:
@@ -22,7 +37,7 @@ async def ask(gateway, method: str, response_id: str) -> tuple[int, dict]:
         return response.status, await response.json()
 
 
-async def test_the_record_of_every_choice_is_shown(gateway):
+async def test_the_record_of_every_choice_is_shown(gateway, peer):
     gateway.records.update(
         {
             f"{ID}-0": record(f"{ID}-0", RequestStatus.FINISHED),
@@ -54,7 +69,7 @@ async def test_cancelling_ends_a_stream_with_an_error_and_frees_its_work(gateway
 
         assert await ask(gateway, "DELETE", first["id"]) == (
             200,
-            {"id": first["id"], "object": "request", "cancelled": True},
+            {"id": first["id"], "object": "request", "cancelled": True, "status": "cancelled"},
         )
         rest = (await response.content.read()).decode()
 
@@ -76,11 +91,45 @@ async def test_cancelling_ends_a_whole_answer_too(gateway):
     assert status == 200 and answered == 499 and reply["error"]["code"] == "cancelled"
 
 
-async def test_what_another_gateway_answers_is_cancelled_there(gateway):
+async def test_what_another_gateway_answers_is_ended_there(gateway, peer):
     gateway.records[f"{ID}-0"] = record(f"{ID}-0", RequestStatus.DECODING)
-    status, reply = await ask(gateway, "DELETE", ID)
-    assert status == 409 and "gateway-1" in reply["error"]["message"]
+    asked = asyncio.create_task(ask(gateway, "DELETE", ID))
+    async with asyncio.timeout(60):
+        while await peer.hear() != [ID]:
+            continue
+    gateway.records[f"{ID}-0"] = record(f"{ID}-0", RequestStatus.CANCELLED)
 
-    gateway.records[f"{ID}-0"] = record(f"{ID}-0", RequestStatus.FINISHED)
+    status, reply = await asked
+
+    assert status == 200 and reply["cancelled"] is True and reply["status"] == "cancelled"
+
+
+async def test_a_gateway_that_does_not_end_it_is_told_of_with_the_state(gateway, peer):
+    gateway.records[f"{ID}-0"] = record(f"{ID}-0", RequestStatus.DECODING)
+
     status, reply = await ask(gateway, "DELETE", ID)
-    assert status == 200 and reply["cancelled"] is False
+
+    assert status == 503 and reply["error"]["code"] == "gateway_silent" and "decoding" in reply["error"]["message"]
+    assert await peer.hear() == [ID]
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED, RequestStatus.FAILED])
+async def test_what_has_ended_keeps_its_end(gateway, status):
+    gateway.records[f"{ID}-0"] = record(f"{ID}-0", status)
+
+    for _ in range(2):
+        answered, reply = await ask(gateway, "DELETE", ID)
+        assert answered == 200 and reply["cancelled"] is False and reply["status"] == status
+
+
+async def test_what_a_lost_gateway_left_behind_has_failed(gateway, peer):
+    gateway.records[f"{ID}-0"] = record(f"{ID}-0", RequestStatus.DECODING)
+    gateway.records[f"{ID}-1"] = record(f"{ID}-1", RequestStatus.FINISHED)
+    await peer.leave()
+
+    status, reply = await ask(gateway, "DELETE", ID)
+    _, shown = await ask(gateway, "GET", ID)
+
+    assert status == 200 and reply["cancelled"] is False and reply["status"] == "failed"
+    assert shown["status"] == "failed"
+    assert [choice["error_code"] for choice in shown["choices"]] == ["gateway_lost", None]

@@ -61,6 +61,70 @@ async def test_a_response_is_answered_and_kept(gateway, client):
         await client.responses.retrieve(response.id)
 
 
+@pytest.fixture
+async def five_items(client) -> str:
+    """A response to five items."""
+    texts = [{"role": "user", "content": f"number {number}"} for number in range(5)]
+    return (await client.responses.create(model=MODEL, input=texts)).id
+
+
+def numbers(items) -> list[int]:
+    return [int(item.content[0].text.removeprefix("number ")) for item in items]
+
+
+async def test_input_items_come_in_pages_the_last_one_first(client, five_items):
+    listed = client.responses.input_items.list
+
+    whole = await listed(five_items)
+    first = await listed(five_items, limit=2)
+    rest = await listed(five_items, limit=100, after=first.last_id)
+    upward = await listed(five_items, limit=4, order="asc")
+
+    assert numbers(whole.data) == [4, 3, 2, 1, 0] and not whole.has_more
+    assert numbers(first.data) == [4, 3] and first.has_more
+    assert (first.first_id, first.last_id) == (first.data[0].id, first.data[1].id)
+    assert numbers(rest.data) == [2, 1, 0] and not rest.has_more
+    assert numbers(upward.data) == [0, 1, 2, 3] and upward.has_more
+    end = await listed(five_items, after=rest.last_id)
+    assert (end.data, end.first_id, end.last_id, end.has_more) == ([], None, None, False)
+
+
+async def test_openais_client_turns_the_pages_by_itself(client, five_items):
+    assert numbers([item async for item in client.responses.input_items.list(five_items, limit=2)]) == [4, 3, 2, 1, 0]
+
+
+async def test_twenty_input_items_are_a_page(client):
+    texts = [{"role": "user", "content": "x"} for _ in range(21)]
+    response = await client.responses.create(model=MODEL, input=texts)
+
+    page = await client.responses.input_items.list(response.id)
+
+    assert len(page.data) == 20 and page.has_more
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("limit", "0"),
+        ("limit", "101"),
+        ("limit", "-1"),
+        ("limit", "2.0"),
+        ("limit", ""),
+        ("limit", "٥"),
+        ("order", "up"),
+        ("order", "ASC"),
+        ("after", "msg_nope"),
+        ("after", ""),
+    ],
+)
+async def test_a_wrong_page_is_refused_by_name(gateway, five_items, param, value):
+    url = f"{gateway.url}/v1/responses/{five_items}/input_items"
+    async with gateway.session.get(url, params={param: value}) as response:
+        reply = await response.json()
+
+    assert response.status == 400 and reply["error"]["param"] == param
+
+
 async def test_a_stream_says_the_same_in_numbered_events(gateway, client):
     gateway.say("one two three", chunk=2)
     whole = await client.responses.create(model=MODEL, input="Hi")

@@ -417,7 +417,7 @@ async def test_responses_have_items_of_calls_and_reasoning(remembering, choice):
         continued = await client.responses.create(
             model=MODEL, previous_response_id=whole.id, input=results, tools=FUNCTIONS
         )
-        listed = await client.responses.input_items.list(continued.id)
+        listed = await client.responses.input_items.list(continued.id, order="asc")
 
     streamed = events[-1].response
     for response in (whole, streamed):
