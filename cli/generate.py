@@ -34,7 +34,7 @@ def generate(settings: Settings, prompts: Sequence[str], *, progress: Callable[[
     """
     if settings.input is not None or settings.output is not None:
         return _generate_file(settings, prompts, progress)
-    wanted = list(prompts) or ([] if sys.stdin.isatty() else sys.stdin.read().splitlines())
+    wanted = list(prompts) or ([] if sys.stdin.isatty() else [line.rstrip("\n") for line in sys.stdin])
     if not wanted:
         raise SettingError('no prompt: give one as `pdserve generate "..."`, or lines on standard input')
     sampling = SamplingParams(**_sampling(settings))

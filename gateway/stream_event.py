@@ -4,6 +4,20 @@ from dataclasses import dataclass
 
 import orjson
 
+_FURTHER_LINE_ENDS = (("\x85", b"\\u0085"), ("\u2028", b"\\u2028"), ("\u2029", b"\\u2029"))
+
+
+def event_json(value: object) -> bytes:
+    """Return `value` as JSON in one line by everybody's count.
+
+    Server-sent events end lines at CR and LF alone, but clients cut them as Unicode does (httpx's `iter_lines`).
+    """
+    content = orjson.dumps(value)
+    if not content.isascii():
+        for character, escape in _FURTHER_LINE_ENDS:
+            content = content.replace(character.encode(), escape)
+    return content
+
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
@@ -15,7 +29,7 @@ class StreamEvent:
     def encoded(self) -> bytes:
         """Return the event as it goes over the wire."""
         head = b"" if self.name is None else b"event: " + self.name.encode() + b"\n"
-        return head + b"data: " + orjson.dumps(self.data) + b"\n\n"
+        return head + b"data: " + event_json(self.data) + b"\n\n"
 
 
 class EncodedEvent:

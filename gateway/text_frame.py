@@ -1,8 +1,6 @@
 """An event that a stream sends over and over, with only its text changed: encoded once, around the text."""
 
-import orjson
-
-from pdserve.gateway.stream_event import EncodedEvent, StreamEvent
+from pdserve.gateway.stream_event import EncodedEvent, StreamEvent, event_json
 
 
 class TextFrame:
@@ -17,9 +15,9 @@ class TextFrame:
     @classmethod
     def of(cls, event: StreamEvent) -> "TextFrame":
         """Return the frame of `event`, which has `TextFrame.PLACE` where its text goes."""
-        before, _, behind = event.encoded().rpartition(orjson.dumps(cls.PLACE))
+        before, _, behind = event.encoded().rpartition(event_json(cls.PLACE))
         return cls(before, behind)
 
     def around(self, text: str) -> EncodedEvent:
         """Return the event with `text`, byte for byte as `StreamEvent` would encode it."""
-        return EncodedEvent(self._before + orjson.dumps(text) + self._behind)
+        return EncodedEvent(self._before + event_json(text) + self._behind)

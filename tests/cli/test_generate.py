@@ -31,7 +31,7 @@ def _write(folder: Path, *lines: Any) -> None:
 
 
 def _answers(folder: Path) -> dict[int, dict[str, Any]]:
-    entries = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    entries = [json.loads(line) for line in (folder / "out.jsonl").read_bytes().splitlines()]
     assert len({entry["line"] for entry in entries}) == len(entries), "a line is answered twice"
     return {entry["line"]: entry for entry in entries}
 

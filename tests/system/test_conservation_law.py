@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import random
 from typing import Any
 
@@ -58,10 +59,18 @@ async def _send(
             async with asyncio.timeout(cut_s):
                 async with session.post("/v1/completions", json=body) as reply:
                     text = await reply.text()
-                    is_whole = text.rstrip().endswith("[DONE]") if body["stream"] else "choices" in text
-                    is_whole = is_whole and '"error"' not in text
-                    return "answered" if reply.status == 200 and is_whole else f"{reply.status} {text[-300:]}"
+                    is_whole = reply.status == 200 and _is_whole(text, body["stream"])
+                    return "answered" if is_whole else f"{reply.status} {text[-300:]}"
         return "cut"
+
+
+def _is_whole(text: str, is_stream: bool) -> bool:
+    """Whether the answer ended as it should. Its events are parsed, for the model may write "error" or "[DONE]"."""
+    events = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    if is_stream and events[-1:] != ["[DONE]"]:
+        return False
+    parts = [json.loads(event) for event in (events[:-1] if is_stream else [text])]
+    return bool(parts) and all("choices" in part and "error" not in part for part in parts)
 
 
 def _assert_every_key_expires(cluster: Any) -> None:

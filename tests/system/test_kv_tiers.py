@@ -51,7 +51,7 @@ def _ask(url: str, prompt: list[int]) -> dict[str, Any]:
 
 def _stream(url: str, prompt: list[int]) -> dict[str, Any]:
     with _post(url, {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}}) as reply:
-        events = [line[6:] for line in reply.read().decode().splitlines() if line.startswith("data: {")]
+        events = [line[6:] for line in reply.read().decode().split("\n") if line.startswith("data: {")]
     usage: dict[str, Any] = json.loads(events[-1])["usage"]
     return usage
 

@@ -254,3 +254,19 @@ async def test_http_1_0_gets_the_events_without_chunks_and_an_end(gateway):
     assert b"chunked" not in headers.lower()
     assert texts(parse(content)[0]) == "one two three"
     writer.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_clients_that_cut_lines_as_unicode_does_see_whole_events(gateway, path):
+    said = "next\x85line\u2028separator\u2029end\x0b\x1c"
+    gateway.say(said)
+    body = {"/v1/completions": COMPLETION, "/v1/responses": {"model": MODEL, "input": "Hi", "stream": True}}
+    async with gateway.session.post(gateway.url + path, json=body.get(path, {**CHAT, "max_tokens": 50})) as response:
+        raw = await response.read()
+
+    lines = raw.decode().splitlines()
+    assert lines == raw.decode().split("\n")[:-1]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    deltas = [event.get("delta", "") for event in events if event.get("type", "").endswith("delta")]
+    parts = [delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas]
+    assert "".join(parts) + texts(events) == said
