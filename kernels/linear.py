@@ -18,7 +18,7 @@ def linear(
     Batch-invariant: a row at a time.
     """
     values = weight.values if isinstance(weight, Int8Weight) else weight
-    parts = rows.float().split(1) if is_batch_invariant else [rows.float()]
+    parts = torch.split(rows.float(), 1) if is_batch_invariant else (rows.float(),)
     y = torch.cat([torch.matmul(part, values.float().T) for part in parts])
     if isinstance(weight, Int8Weight):
         y = y * weight.scales

@@ -14,6 +14,8 @@ from pdserve.kernels.sampling import RowAnswer, RowRequest
 from pdserve.kernels.seen_tokens import SeenTokens
 from pdserve.kernels.triton.sampling import sample_rows
 
+pytestmark = pytest.mark.timeout(300)
+
 _SAMPLED = RowRequest(temperature=1.0)
 _REQUESTS = (
     RowRequest(),
@@ -27,7 +29,6 @@ _REQUESTS = (
 )
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("vocab_size", "requests"), [(50, _REQUESTS), (130, _REQUESTS), (1300, _REQUESTS[3:4]), (1, _REQUESTS[:3])]
 )
