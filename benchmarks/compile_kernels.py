@@ -29,20 +29,23 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from pdserve.kernels.activation import Activation
+from pdserve.kernels.decode_attention import DecodeBatch
 from pdserve.kernels.int8_linear import Int8Weight
 from pdserve.kernels.kv_rows import row_elements
 from pdserve.kernels.logit_edits import LogitEdits
+from pdserve.kernels.prefill_attention import PrefillBatch
 from pdserve.kernels.rope import RopeLayout
+from pdserve.kernels.sampling import RowRequest
 from pdserve.kernels.seen_tokens import SeenTokens
 from pdserve.kernels.triton.activation import gated_activation
 from pdserve.kernels.triton.block_copy import copy_blocks, gather_blocks
-from pdserve.kernels.triton.decode_attention import DecodeBatch, decode_attention
+from pdserve.kernels.triton.decode_attention import decode_attention
 from pdserve.kernels.triton.kv_store import store_kv
 from pdserve.kernels.triton.linear import linear
-from pdserve.kernels.triton.prefill_attention import PrefillBatch, prefill_attention
+from pdserve.kernels.triton.prefill_attention import prefill_attention
 from pdserve.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from pdserve.kernels.triton.rope import apply_rope
-from pdserve.kernels.triton.sampling import EditedRows, SamplingRows, sample
+from pdserve.kernels.triton.sampling import sample_rows
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -128,8 +131,6 @@ def _other_examples(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]
     rows, ids = torch.zeros(32, 4096, dtype=dtype), torch.zeros(4, dtype=torch.int64)
     heads, angles = torch.zeros(32, 40, 128, dtype=dtype), torch.zeros(32, 64, dtype=dtype)
     blocks, int8 = torch.zeros(8, 2, 2, 8, 16, 128, dtype=dtype), Int8Weight.of(torch.zeros(128, 4096))
-    doubles = torch.ones(4, dtype=torch.float64)
-    sampling = SamplingRows(doubles, ids.to(torch.int32), doubles, doubles, ids, ids)
     name = _TYPES[dtype]
     yield f"4,096, {name}", lambda: rms_norm(rows, rows[0], 1e-6)
     yield f"4,096, {name}, residual", lambda: add_rms_norm(rows, rows, rows[0].float(), 1e-6)
@@ -144,10 +145,9 @@ def _other_examples(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]
     yield f"{name} to i8", lambda: gather_blocks(blocks, ids, torch.int8)
     yield f"i8 to {name}", lambda: gather_blocks(gather_blocks(blocks, ids, torch.int8), ids, dtype)
     yield f"{name} to fp8", lambda: gather_blocks(blocks, ids, torch.float8_e4m3fn)
-    logits, edited = torch.zeros(4, 128_000), LogitEdits(((1, 0.5),), SeenTokens((1, 2)))
-    edits = EditedRows.of([edited] * 4, 128_000, ids.device)
-    yield "vocabulary of any size", lambda: sample(logits, sampling)
-    yield "vocabulary of any size, edits", lambda: sample(logits, sampling, edits)
+    logits, edits = torch.zeros(4, 128_000), LogitEdits(((1, 0.5),), SeenTokens((1, 2)))
+    yield "vocabulary of any size", lambda: sample_rows(logits, [RowRequest()] * 4)
+    yield "vocabulary of any size, edits", lambda: sample_rows(logits, [RowRequest(edits=edits)] * 4)
 
 
 def _attention_examples(
@@ -166,8 +166,9 @@ def _attention_examples(
     yield name, lambda: store_kv(key, key, kv_blocks, torch.zeros(4, dtype=torch.int64))
     if not is_usual:
         return
-    yield f"{name}, window, soft cap", lambda: decode_attention(query, kv_blocks, decode, 0.1, 32, 30.0)
-    yield f"{name}, window, soft cap", lambda: prefill_attention(query, kv_blocks, prefill, 0.1, 32, 30.0)
+    every, slopes = f"{name}, window, soft cap, ALiBi", torch.ones(32)
+    yield every, lambda: decode_attention(query, kv_blocks, decode, 0.1, 32, 30.0, slopes)
+    yield every, lambda: prefill_attention(query, kv_blocks, prefill, 0.1, 32, 30.0, slopes)
 
 
 def resources(compiled: Any, target: GPUTarget) -> tuple[int, int, int]:

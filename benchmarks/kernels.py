@@ -135,11 +135,13 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 def attention_cases(device: torch.device, kv_dtype: torch.dtype) -> Iterator[Case]:
     from pdserve.kernels.attention import AttentionSpan, paged_attention
+    from pdserve.kernels.decode_attention import DecodeBatch
     from pdserve.kernels.kv_rows import pack_rows
     from pdserve.kernels.kv_store import store_kv as store_reference
-    from pdserve.kernels.triton.decode_attention import DecodeBatch, decode_attention
+    from pdserve.kernels.prefill_attention import PrefillBatch
+    from pdserve.kernels.triton.decode_attention import decode_attention
     from pdserve.kernels.triton.kv_store import store_kv
-    from pdserve.kernels.triton.prefill_attention import PrefillBatch, prefill_attention
+    from pdserve.kernels.triton.prefill_attention import prefill_attention
 
     num_seqs, context_len, block_size, scale = 32, 4096, 16, 128**-0.5
     num_blocks = num_seqs * context_len // block_size
@@ -246,7 +248,8 @@ def row_cases(device: torch.device) -> Iterator[Case]:
 
 
 def product_cases(device: torch.device) -> Iterator[Case]:
-    from pdserve.kernels.int8_linear import Int8Weight, weight_only_linear
+    from pdserve.kernels.int8_linear import Int8Weight
+    from pdserve.kernels.linear import linear as reference
     from pdserve.kernels.triton.linear import linear
 
     weight = torch.randn(14_336, 4096, device=device, dtype=_BFLOAT16)
@@ -265,24 +268,20 @@ def product_cases(device: torch.device) -> Iterator[Case]:
         yield Case(
             f"product, {num_rows:,} rows, weights int8",
             lambda given=rows: linear(given, int8, None),
-            lambda given=rows: weight_only_linear(given, int8, None),
+            lambda given=rows: reference(given, int8, None),
             num_bytes=moved + weight.numel(),
             num_flops=flops,
         )
 
 
 def sampling_case(device: torch.device) -> Case:
-    from pdserve.kernels.triton.sampling import SamplingRows, sample
+    from pdserve.kernels.sampling import RowRequest
+    from pdserve.kernels.triton.sampling import SampledRows
 
     num_rows, vocab_size = 64, 128_256
     logits = torch.randn(num_rows, vocab_size, device=device) * 3
-    ids = torch.arange(num_rows, device=device)
-
-    def column(value: float) -> Tensor:
-        return torch.full((num_rows,), value, dtype=torch.float64, device=device)
-
-    top_k = torch.full((num_rows,), 50, dtype=torch.int32, device=device)
-    rows = SamplingRows(column(0.8), top_k, column(0.95), column(0.0), ids, ids)
+    requests = [RowRequest(temperature=0.8, top_k=50, top_p=0.95, seed=row) for row in range(num_rows)]
+    rows = SampledRows.of(requests, vocab_size, device)
 
     def theirs() -> Tensor:
         values, token_ids = torch.topk(logits / 0.8, 50)
@@ -292,7 +291,7 @@ def sampling_case(device: torch.device) -> Case:
 
     return Case(
         f"sampling with top-k and top-p, {num_rows} x {vocab_size:,}",
-        lambda: sample(logits, rows),
+        lambda: rows.sample(logits),
         theirs,
         num_bytes=4 * logits.numel(),
     )

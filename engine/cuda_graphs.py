@@ -14,7 +14,7 @@ from torch import Tensor
 from pdserve.engine.kv_cache import KVCache
 from pdserve.engine.model_input import ModelInput
 from pdserve.engine.models.decoder import Decoder
-from pdserve.kernels.triton.decode_attention import DecodeBatch
+from pdserve.kernels.decode_attention import DecodeBatch
 from pdserve.kernels.triton.operations import SpanLayout
 
 Compute = Callable[[], object]

@@ -24,8 +24,9 @@ from pdserve.engine.models.transformers_decoder import TransformersDecoder
 from pdserve.engine.models.weights import WeightFiles, load_decoder_weights
 from pdserve.engine.warm_up import largest_step
 from pdserve.kernels.kv_rows import kv_torch_dtype
+from pdserve.kernels.logit_edits import LogitEdits
 from pdserve.kernels.operations import Operations, choose_operations
-from pdserve.kernels.sampling import RowSampler
+from pdserve.kernels.sampling import RowRequest, RowSampler, sample_rows
 
 if TYPE_CHECKING:  # needs triton, which is installed beside GPUs only
     from pdserve.engine.cuda_graphs import DecodeGraphs
@@ -143,12 +144,17 @@ class ModelRunner:
         return block_memory(config, memory, reserved)
 
     def warm_up(self, config: EngineConfig) -> None:
-        """Run the largest step, so that its kernels are compiled and its memory is had before the first request.
+        """Run the largest step and sample from it, so that kernels are compiled and memory is had before the first
+        request.
 
         It writes to block 0, which nobody holds yet.
         """
         num_tokens = min(config.max_num_batched_tokens, self.max_model_len)
-        self.run(largest_step(num_tokens, config.max_num_seqs, config.block_size))
+        logits = self.run(largest_step(num_tokens, config.max_num_seqs, config.block_size))
+        if self.samples_on_device:
+            sample = self.row_sampler(sample_rows)
+            for edits in (None, LogitEdits()):  # compiled apart
+                sample(logits[:1], [RowRequest(edits=edits)])
 
     def capture_graphs(self, config: EngineConfig) -> None:
         """Capture decode steps by size, where the decoder computes them without asking the device in between."""

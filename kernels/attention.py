@@ -31,10 +31,12 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,  # [num_heads] float32
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """out = softmax(cap(scale * Q K^T) + causal mask) V for each span on its own.
+    """out = softmax(cap(scale * Q K^T) - slope * distance + causal mask) V for each span on its own.
 
-    cap(x) = soft_cap * tanh(x / soft_cap); without a soft cap, x.
+    cap(x) = soft_cap * tanh(x / soft_cap); without a soft cap, x. Slopes are ALiBi's (Press et al. 2022), one a head;
+    without, 0.
     With a window, a query at position p sees the positions (p - window, p]; blocks before all of them are not read.
     Each sequence is computed by itself, with nothing padded, so that its result cannot depend on its neighbours.
     """
@@ -44,10 +46,10 @@ def paged_attention(
         own = query[span.query_start : span.query_start + span.query_len]
         keys, values = expand_rows(_gather(by_block, span, window), query.dtype)
         mask = causal_mask(span.query_len, keys.shape[1], query.device, window)
-        if soft_cap is None:
+        if soft_cap is None and alibi_slopes is None:
             outputs.append(_attend(own, keys, values, mask, scale))
         else:
-            outputs.append(_attend_capped(own, keys, values, mask, scale, soft_cap))
+            outputs.append(_attend_scores(_scores(own, keys, scale, soft_cap, alibi_slopes), values, mask))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs) if outputs else torch.empty_like(query)
 
 
@@ -88,16 +90,24 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sc
     return attended.squeeze(0).transpose(0, 1)
 
 
-def _attend_capped(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, soft_cap: float
-) -> Tensor:
+def _scores(
+    query: Tensor, keys: Tensor, scale: float, soft_cap: float | None, alibi_slopes: Tensor | None
+) -> Tensor:  # [num_kv_heads, heads_per_kv_head, query_len, key_len] float32
     query_len, num_heads, head_dim = query.shape
-    num_kv_heads = keys.shape[0]
+    num_kv_heads, key_len = keys.shape[:2]
     grouped = query.view(query_len, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
-    scores = torch.matmul(grouped, keys.unsqueeze(1).transpose(2, 3)) * scale  # [kv heads, group, queries, keys]
-    scores = torch.tanh(scores / soft_cap) * soft_cap
+    scores = torch.matmul(grouped.float(), keys.float().unsqueeze(1).transpose(2, 3)) * scale
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    if alibi_slopes is not None:
+        positions = torch.arange(key_len, device=query.device)
+        distances = positions[key_len - query_len :, None] - positions
+        scores = scores - alibi_slopes.view(num_kv_heads, -1, 1, 1) * distances
+    return scores
+
+
+def _attend_scores(scores: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    attended = torch.matmul(probabilities, values.unsqueeze(1))
-    return attended.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)
+    probabilities = torch.softmax(scores, dim=-1).to(values.dtype)
+    return torch.matmul(probabilities, values.unsqueeze(1)).permute(2, 0, 1, 3).flatten(1, 2)

@@ -91,16 +91,3 @@ def int8_linear(
     sums = torch.matmul(values.double(), weight.values.double().T).float()
     y = sums * scales[:, None] * weight.scales
     return y if bias is None else y + bias
-
-
-def weight_only_linear(
-    rows: Tensor,  # [num_rows, in_features]
-    weight: Tensor | Int8Weight,
-    bias: Tensor | None,  # [out_features]
-) -> Tensor:  # [num_rows, out_features] of rows' dtype
-    """y = x W^T + b with inputs as they are, for processors that multiply floats as fast as integers."""
-    values = weight.values if isinstance(weight, Int8Weight) else weight
-    y = torch.matmul(rows.float(), values.float().T)
-    if isinstance(weight, Int8Weight):
-        y = y * weight.scales
-    return (y if bias is None else y + bias.float()).to(rows.dtype)

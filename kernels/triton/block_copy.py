@@ -55,14 +55,15 @@ def _move(source: Tensor, target: Tensor, block_ids: Tensor, *, is_gather: bool)
 
 def _move_words(source: Tensor, target: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
     _check(source, target)
+    if not len(source_ids):
+        return
     size_bytes = source[0].numel() * source.element_size()
     word = torch.int32 if size_bytes % 4 == 0 else torch.uint8
     words = [each.flatten(1).view(torch.uint8).view(word) for each in (source, target)]
     num_words = size_bytes // word.itemsize
-    if len(source_ids):
-        move_words[(len(source_ids), triton.cdiv(num_words, _WORDS))](
-            words[0], words[1], source_ids, target_ids, num_words, TILE=_WORDS, num_warps=8
-        )
+    move_words[(len(source_ids), triton.cdiv(num_words, _WORDS))](
+        words[0], words[1], source_ids, target_ids, num_words, TILE=_WORDS, num_warps=8
+    )
 
 
 def _head_dim(blocks: Tensor) -> int:

@@ -8,13 +8,12 @@ that share a KV head are rows of one matrix product.
 
 # mypy: disable-error-code="import-untyped,import-not-found,no-untyped-def,untyped-decorator,no-any-return,attr-defined"
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kernels.decode_attention import DecodeBatch
 from pdserve.kernels.triton.attention_tile import attend_tile
 from pdserve.kernels.triton.rows import RowFormat, product_dtype
 
@@ -24,15 +23,6 @@ _TILE_OF_WIDEST_ROWS = 16  # float32 of head_dim > 128: with 32 more shared memo
 _INVARIANT_SPLIT = 512  # tokens a part, whatever the batch
 _SMALLEST_ROWS = 16  # of a matrix product
 _WANTED_PROGRAMS = 512  # enough for two on each multiprocessor of a large GPU
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeBatch:
-    """One token of each sequence. `max_context_len` is known on the host: the grid depends on it."""
-
-    block_tables: Tensor  # [num_seqs, max_blocks] int32 or int64
-    context_lens: Tensor  # [num_seqs] int32 or int64, with the new token; 0: the row's result is zeros
-    max_context_len: int
 
 
 def decode_attention(
@@ -46,7 +36,7 @@ def decode_attention(
     *,
     is_batch_invariant: bool = False,
 ) -> Tensor:  # [num_seqs, num_heads, head_dim]
-    """Attend as kernels.attention.paged_attention does for spans of one token.
+    """Attend as kernels.decode_attention.decode_attention does.
 
     Batch-invariant: parts of a fixed size at absolute positions, so that a row's bits depend on its sequence alone.
     Otherwise the parts are as long as fill the GPU.

@@ -23,7 +23,7 @@ def linear(
     *,
     is_batch_invariant: bool = False,
 ) -> Tensor:  # [num_rows, out_features]
-    """Compute as kernels.int8_linear.weight_only_linear does. Batch-invariant: one shape of tile for any batch."""
+    """Compute as kernels.linear.linear does. Batch-invariant: one shape of tile for any batch."""
     values = weight.values if isinstance(weight, Int8Weight) else weight
     num_rows, num_inputs = rows.shape
     num_outputs = len(values)

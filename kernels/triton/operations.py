@@ -10,13 +10,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pdserve.kernels.activation import Activation
 from pdserve.kernels.attention import AttentionSpan
+from pdserve.kernels.decode_attention import DecodeBatch
 from pdserve.kernels.fused_layer import FusedLayer, GatedLayer, Weight
 from pdserve.kernels.int8_linear import Int8Weight
+from pdserve.kernels.prefill_attention import PrefillBatch
 from pdserve.kernels.triton.activation import gated_activation
-from pdserve.kernels.triton.decode_attention import DecodeBatch, decode_attention
+from pdserve.kernels.triton.decode_attention import decode_attention
 from pdserve.kernels.triton.kv_store import store_kv
 from pdserve.kernels.triton.linear import linear
-from pdserve.kernels.triton.prefill_attention import PrefillBatch, prefill_attention
+from pdserve.kernels.triton.prefill_attention import prefill_attention
 from pdserve.kernels.triton.rms_norm import rms_norm
 from pdserve.kernels.triton.rope import apply_rope
 

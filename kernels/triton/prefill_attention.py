@@ -6,47 +6,18 @@ side, so that a tile of keys is read once for all of them.
 
 # mypy: disable-error-code="import-untyped,import-not-found,no-untyped-def,untyped-decorator,no-any-return,attr-defined"
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kernels.prefill_attention import PrefillBatch, tile_rows
 from pdserve.kernels.triton.attention_tile import attend_tile
 from pdserve.kernels.triton.rows import RowFormat, product_dtype
 
-_ROWS = 64
-_ROWS_OF_FLOAT32 = 32  # whose products run without tensor cores, from registers
 _TILE = 64
 _TILE_OF_WIDE_ROWS = 32  # of head_dim > 128, float32 or int8: what fits registers and shared memory of an sm_80
 _TILE_OF_WIDEST_ROWS = 16  # float32 of head_dim > 128: with 32 it spills kilobytes a thread
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillBatch:
-    """Sequences of any query lengths, cut into tiles of equally many rows on the host."""
-
-    block_tables: Tensor  # [num_seqs, max_blocks] int32 or int64
-    tiles: Tensor  # [num_tiles, 4] int32: sequence, row of its first query, queries in the tile, position of the first
-
-    @classmethod
-    def of(
-        cls,
-        block_tables: Tensor,
-        sequences: Sequence[tuple[int, int, int]],
-        heads_per_kv_head: int,
-        dtype: torch.dtype,
-    ) -> "PrefillBatch":
-        """Cut sequences given as (query_start, query_len, context_len), in the order of `block_tables`."""
-        step = _num_rows(dtype, heads_per_kv_head) // heads_per_kv_head
-        tiles = [
-            (index, query_start + first, min(step, query_len - first), context_len - query_len + first)
-            for index, (query_start, query_len, context_len) in enumerate(sequences)
-            for first in range(0, query_len, step)
-        ]
-        return cls(block_tables, torch.tensor(tiles, dtype=torch.int32, device=block_tables.device).view(-1, 4))
 
 
 def prefill_attention(
@@ -59,7 +30,7 @@ def prefill_attention(
     alibi_slopes: Tensor | None = None,  # [num_heads] float32: scores get -slope * distance
     output: Tensor | None = None,  # written where the batch has queries; a new tensor without
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """Attend as kernels.attention.paged_attention does; the keys and values of the chunk are in the cache already.
+    """Attend as kernels.prefill_attention.prefill_attention does; the chunk's keys and values are in the cache already.
 
     Always batch-invariant: a sequence's tiles begin with its own chunk, and nothing is split over programs.
     """
@@ -80,17 +51,12 @@ def prefill_attention(
         query if alibi_slopes is None else alibi_slopes, output,
         batch.block_tables.stride(0), kv_blocks.stride(0), kv_blocks.stride(1), kv_blocks.stride(2),
         kv_blocks.stride(3), block_size, num_heads, scale, soft_cap or 0.0, window or 0,
-        GROUP=group, ROWS=_num_rows(query.dtype, group), HEAD_DIM=head_dim, DIMS=triton.next_power_of_2(head_dim),
+        GROUP=group, ROWS=tile_rows(query.dtype, group), HEAD_DIM=head_dim, DIMS=triton.next_power_of_2(head_dim),
         TILE=tile, FORMAT=rows.name,
         HAS_SOFT_CAP=soft_cap is not None, HAS_WINDOW=window is not None, HAS_ALIBI=alibi_slopes is not None,
         PRODUCT=product_dtype(query.dtype), num_warps=8 if is_wide else 4,
     )  # fmt: skip
     return output
-
-
-def _num_rows(dtype: torch.dtype, heads_per_kv_head: int) -> int:
-    """Return the rows of a tile: those of one token at least."""
-    return max(_ROWS_OF_FLOAT32 if dtype is torch.float32 else _ROWS, triton.next_power_of_2(heads_per_kv_head))
 
 
 @triton.jit

@@ -20,21 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.logit_edits import LogitEdits
+from pdserve.kernels.sampling import SEED_MASK, RowAnswer, RowRequest
 
 _TILE = 1024  # at most
-NOTHING_ALLOWED, NOT_FINITE = -1, -2
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """What each row asks for."""
-
-    temperatures: Tensor  # [num_rows] float64; 0: the likeliest
-    top_k: Tensor  # [num_rows] int32; 0: off
-    top_p: Tensor  # [num_rows] float64
-    min_p: Tensor  # [num_rows] float64
-    seeds: Tensor  # [num_rows] int64, the seed's 64 bits
-    positions: Tensor  # [num_rows] int64, of the output token
+_NOT_FINITE = -2  # instead of a token; -1: nothing is allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +75,49 @@ def _entries(edits: LogitEdits) -> list[tuple[int, float, int]]:
     return entries + [(token_id, bias, -1) for token_id, bias in biases.items()]
 
 
-def sample(
-    logits: Tensor,  # [num_rows, vocab_size] float32; rows with edits are changed
-    rows: SamplingRows,
-    edits: EditedRows | None = None,
-) -> Tensor:  # [num_rows] int64
-    """Choose a token for each row; logits that forbid a token are -inf.
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """What each row asks for."""
 
-    NOTHING_ALLOWED where all do, NOT_FINITE where a logit is infinite or not a number.
-    """
-    num_rows, vocab_size = logits.shape
-    if logits.dtype is not torch.float32 or logits.stride(1) != 1:
-        raise ValueError(f"logits are rows of float32, got {logits.dtype} with strides {logits.stride()}")
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if num_rows:
-        sample_row[(num_rows,)](
-            logits, rows.temperatures, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.positions, token_ids,
-            *_edit_arguments(edits, logits), logits.stride(0), vocab_size, HAS_EDITS=edits is not None,
-            TILE=min(_TILE, max(64, triton.next_power_of_2(vocab_size))), num_warps=8,
-        )  # fmt: skip
-    return token_ids
+    shares: Tensor  # [num_rows, 3] float64: temperature, 0: the likeliest; top_p; min_p
+    numbers: Tensor  # [num_rows, 3] int64: top_k, 0: off; the seed's 64 bits; position of the output token
+    edits: EditedRows | None
+
+    @classmethod
+    def of(cls, requests: Sequence[RowRequest], vocab_size: int, device: torch.device) -> "SampledRows":
+        """Lay requests of tokens out; of logprobs and bans the kernel knows nothing."""
+        assert all(each.num_top is None and each.token_id is None for each in requests)
+        shares = [(each.temperature, each.top_p, each.min_p) for each in requests]
+        numbers = [(each.top_k, each.seed & SEED_MASK, each.position) for each in requests]
+        has_edits = any(each.edits is not None for each in requests)
+        return cls(
+            torch.tensor(shares, dtype=torch.float64).to(device),
+            torch.tensor(numbers, dtype=torch.uint64).view(torch.int64).to(device),
+            EditedRows.of([each.edits for each in requests], vocab_size, device) if has_edits else None,
+        )
+
+    def sample(self, logits: Tensor) -> Tensor:  # [num_rows, vocab_size] float32 -> [num_rows] int64
+        """Choose a token for each row, or say why there is none. Rows with edits are changed."""
+        num_rows, vocab_size = logits.shape
+        if logits.dtype is not torch.float32 or logits.stride(1) != 1:
+            raise ValueError(f"logits are rows of float32, got {logits.dtype} with strides {logits.stride()}")
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        if num_rows:
+            sample_row[(num_rows,)](
+                logits, self.shares, self.numbers, token_ids, *_edit_arguments(self.edits, logits), logits.stride(0),
+                vocab_size, HAS_EDITS=self.edits is not None,
+                TILE=min(_TILE, max(64, triton.next_power_of_2(vocab_size))), num_warps=8,
+            )  # fmt: skip
+        return token_ids
+
+
+def sample_rows(logits: Tensor, requests: Sequence[RowRequest]) -> list[RowAnswer]:
+    """Answer requests of tokens as kernels.sampling.sample_rows does; rows with edits are changed."""
+    rows = SampledRows.of(requests, logits.shape[1], logits.device)
+    return [
+        RowAnswer(token_id) if token_id >= 0 else RowAnswer(None, is_finite=token_id != _NOT_FINITE)
+        for token_id in rows.sample(logits).tolist()
+    ]
 
 
 def _edit_arguments(edits: EditedRows | None, logits: Tensor) -> tuple[Tensor | int, ...]:
@@ -156,11 +168,13 @@ def ordered_keys(row, ids, vocab_size):
 
 @triton.jit
 def count_not_finite(row, vocab_size, TILE: tl.constexpr):
-    """How many logits are infinite or not a number; -inf is finite here: it forbids."""
+    """How many logits are infinite or not a number."""
     count = 0
     for start in range(0, vocab_size, TILE):
-        own, _ = ordered_keys(row, start + tl.arange(0, TILE), vocab_size)
-        count += tl.sum(((own != own) | (own == float("inf"))).to(tl.int32), 0)
+        ids = start + tl.arange(0, TILE)
+        own, _ = ordered_keys(row, ids, vocab_size)
+        is_other = (own != own) | (tl.abs(own) == float("inf"))
+        count += tl.sum((is_other & (ids < vocab_size)).to(tl.int32), 0)
     return count
 
 
@@ -210,7 +224,7 @@ def exponential_noise(seed, position, ids, TILE: tl.constexpr):
 
 @triton.jit
 def sample_row(
-    logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, token_ids,
+    logits, shares, numbers, token_ids,
     edit_starts, edit_ids, biases, counts, penalties, masks, mask_of, num_words, row_stride, vocab_size,
     HAS_EDITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -222,10 +236,10 @@ def sample_row(
         return
     if HAS_EDITS:
         edit(row, index, edit_starts, edit_ids, biases, counts, penalties, masks, mask_of, num_words, vocab_size, TILE)
-    temperature = tl.load(temperatures + index)
-    top_k = tl.load(top_ks + index)
-    top_p = tl.load(top_ps + index)
-    min_p = tl.load(min_ps + index)
+    temperature = tl.load(shares + 3 * index)
+    top_p = tl.load(shares + 3 * index + 1)
+    min_p = tl.load(shares + 3 * index + 2)
+    top_k = tl.load(numbers + 3 * index)
     best_logit = float("-inf")
     best_id = 0
     for start in range(0, vocab_size, TILE):
@@ -259,8 +273,8 @@ def sample_row(
             border = tl.where(mass < kept_mass, middle, border)
             below = tl.where(mass < kept_mass, below, middle)
         least = tl.maximum(least, border)
-    seed = tl.load(seeds + index)
-    position = tl.load(positions + index)
+    seed = tl.load(numbers + 3 * index + 1)
+    position = tl.load(numbers + 3 * index + 2)
     best_score = tl.full([], float("-inf"), tl.float64)
     chosen = best_id
     for start in range(0, vocab_size, TILE):

@@ -14,6 +14,8 @@ import torch
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.errors import InvalidRequest
+from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.models.model_dir import ModelDir
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.sequence import SequenceSpec
 from pdserve.engine.step_output import SampledToken
@@ -131,6 +133,23 @@ def test_tokens_are_sampled_where_the_logits_lie(model_dir: Path) -> None:
         seq_id: [token.token_id for token in tokens] for seq_id, tokens in expected.items()
     }
     assert results["3"][0].token_id == 40 != results["3"][1].token_id
+
+
+def test_what_samples_is_compiled_before_the_first_request(model_dir: Path) -> None:
+    """With edits and without; a GPU compiles a kernel when it is first launched."""
+    from pdserve.kernels.triton.sampling import sample_row
+
+    config = EngineConfig(model_dir=model_dir, device="interpreter", num_blocks=4, max_num_batched_tokens=8)
+    runner = ModelRunner.load(config, ModelDir.open(model_dir))
+    launched: list[bool] = []
+    sample_row.add_pre_run_hook(lambda *_, **named: launched.append(named["HAS_EDITS"]))
+    try:
+        runner.warm_up(config)
+    finally:
+        sample_row.pre_run_hooks.clear()
+
+    assert launched == [False, True]
+    assert not runner.kv_cache.layer(0)[1:].any()  # and nobody's block was written
 
 
 def test_branches_of_one_prompt_copy_their_blocks(model_dir: Path) -> None:

@@ -21,6 +21,7 @@ class _Case:
     block_size: int = 16
     window: int | None = None
     soft_cap: float | None = None
+    has_alibi: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -39,6 +40,9 @@ _CASES: dict[str, _Case] = {
     "window-of-one-kv-head": _Case(_MIXED, num_kv_heads=1, heads_per_kv_head=4, head_dim=256, window=9),
     "soft-cap": _Case(_MIXED, soft_cap=2.0),
     "soft-cap-and-window": _Case(_MIXED, soft_cap=1.5, window=8, heads_per_kv_head=3, head_dim=80, block_size=8),
+    "alibi": _Case(_MIXED, has_alibi=True, heads_per_kv_head=3, head_dim=40),
+    "alibi-soft-cap-and-window": _Case(_MIXED, has_alibi=True, soft_cap=2.0, window=9),
+    "alibi-bfloat16": _Case(_MIXED, has_alibi=True, dtype=torch.bfloat16),
     "bfloat16": _Case(_MIXED, dtype=torch.bfloat16),
     "bfloat16-soft-cap": _Case(_MIXED, dtype=torch.bfloat16, soft_cap=2.0, window=8),
     "float16": _Case(_MIXED, dtype=torch.float16, window=16),
@@ -51,7 +55,7 @@ def test_equals_dense_attention_of_each_sequence(name: str) -> None:
     case = _CASES[name]
     query, kv_blocks, spans, contexts = _batch(case)
 
-    output = paged_attention(query, kv_blocks, spans, 0.3, case.window, case.soft_cap)
+    output = paged_attention(query, kv_blocks, spans, 0.3, case.window, case.soft_cap, _slopes(case))
 
     assert output.dtype == case.dtype
     for span, (keys, values) in zip(spans, contexts, strict=True):
@@ -60,17 +64,17 @@ def test_equals_dense_attention_of_each_sequence(name: str) -> None:
         torch.testing.assert_close(output[rows].double(), expected, atol=_TOLERANCE[case.dtype], rtol=0)
 
 
-@pytest.mark.parametrize("name", ["window-8", "soft-cap-and-window", "3-heads-a-kv-head", "bfloat16"])
+@pytest.mark.parametrize("name", ["window-8", "soft-cap-and-window", "alibi", "3-heads-a-kv-head", "bfloat16"])
 def test_a_sequence_computes_the_same_bits_alone(name: str) -> None:
     case = _CASES[name]
     query, kv_blocks, spans, _ = _batch(case)
 
-    together = paged_attention(query, kv_blocks, spans, 0.3, case.window, case.soft_cap)
+    together = paged_attention(query, kv_blocks, spans, 0.3, case.window, case.soft_cap, _slopes(case))
 
     for span in spans:
         rows = slice(span.query_start, span.query_start + span.query_len)
         alone = AttentionSpan(0, span.query_len, span.context_len, span.block_table)
-        again = paged_attention(query[rows], kv_blocks, [alone], 0.3, case.window, case.soft_cap)
+        again = paged_attention(query[rows], kv_blocks, [alone], 0.3, case.window, case.soft_cap, _slopes(case))
         assert torch.equal(again, together[rows])
 
 
@@ -137,10 +141,16 @@ def _batch(case: _Case) -> tuple[Tensor, Tensor, list[AttentionSpan], list[tuple
     return query, kv_blocks, spans, contexts
 
 
+def _slopes(case: _Case) -> Tensor | None:
+    """Those of Press et al. (2022), for a power of two of heads."""
+    num_heads = case.num_kv_heads * case.heads_per_kv_head
+    return 2.0 ** (-8 / num_heads * torch.arange(1, num_heads + 1)) if case.has_alibi else None
+
+
 def _dense(query: Tensor, keys: Tensor, values: Tensor, case: _Case) -> Tensor:
     """One query and one head at a time, as the formula is written."""
     output = torch.empty_like(query)
-    offset = len(keys) - len(query)
+    offset, slopes = len(keys) - len(query), _slopes(case)
     for row in range(len(query)):
         first = 0 if case.window is None else max(0, offset + row - case.window + 1)
         seen = slice(first, offset + row + 1)
@@ -149,5 +159,7 @@ def _dense(query: Tensor, keys: Tensor, values: Tensor, case: _Case) -> Tensor:
             scores = 0.3 * keys[seen, kv_head] @ query[row, head]
             if case.soft_cap is not None:
                 scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
+            if slopes is not None:
+                scores = scores - slopes[head].double() * torch.arange(len(scores) - 1, -1, -1)
             output[row, head] = torch.softmax(scores, dim=0) @ values[seen, kv_head]
     return output

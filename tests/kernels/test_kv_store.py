@@ -39,6 +39,14 @@ def test_one_layer_of_a_cache_that_lies_block_by_block() -> None:
     assert not blocks[:, 2].any()
 
 
+def test_a_row_of_padding_is_not_written() -> None:
+    blocks, key = torch.zeros(2, 2, 1, 8, 4), torch.ones(2, 1, 4)
+
+    store_kv(key, key, blocks, torch.tensor([-1, 9]))
+
+    assert blocks.sum() == blocks[1, :, :, 1].sum() == 8
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_values_are_rounded_to_the_dtype_of_the_cache(dtype: torch.dtype) -> None:
     kv_blocks = torch.zeros(1, 2, 1, 8, 4, dtype=dtype)

@@ -56,6 +56,12 @@ class AttentionInputs:
         lens = [span.context_len for span in self.spans]
         return torch.tensor(lens, dtype=torch.int32, device=self.query.device)
 
+    @property
+    def alibi_slopes(self) -> Tensor:
+        """Those of Press et al. (2022), for a power of two of heads."""
+        num_heads = self.query.shape[1]
+        return 2.0 ** (-8 / num_heads * torch.arange(1, num_heads + 1, device=self.query.device))
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:

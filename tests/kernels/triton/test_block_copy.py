@@ -10,8 +10,8 @@ from pdserve.kernels.triton.block_copy import copy_blocks, gather_blocks, scatte
 _DTYPES = (torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn)
 
 
-def _blocks(dtype: torch.dtype, device: torch.device, head_dim: int = 40) -> torch.Tensor:
-    values = torch.randn(6, 2, 2, 3, 8, head_dim, generator=torch.Generator().manual_seed(0))
+def _blocks(dtype: torch.dtype, device: torch.device, head_dim: int = 40, block_size: int = 8) -> torch.Tensor:
+    values = torch.randn(6, 2, 2, 3, block_size, head_dim, generator=torch.Generator().manual_seed(0))
     return pack_rows(values, dtype).to(device)
 
 
@@ -24,7 +24,26 @@ def _bytes(blocks: torch.Tensor) -> torch.Tensor:
 def test_gathered_and_scattered_as_the_reference(
     device: torch.device, source: torch.dtype, target: torch.dtype
 ) -> None:
-    blocks, ids = _blocks(source, device), torch.tensor([4, 0, 5], device=device)
+    _assert_moved_as_the_reference(_blocks(source, device), target)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 13), (80, 16), (96, 32), (128, 64), (256, 128)])
+def test_rows_and_blocks_of_other_sizes(device: torch.device, head_dim: int, block_size: int) -> None:
+    _assert_moved_as_the_reference(_blocks(torch.float16, device, head_dim, block_size), torch.int8)
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.int8])
+def test_gathered_from_bfloat16(device: torch.device, target: torch.dtype) -> None:
+    """The way back is not compared: the interpreter truncates where hardware rounds."""
+    blocks, ids = _blocks(torch.bfloat16, device), torch.tensor([4, 0, 5], device=device)
+
+    staging = gather_blocks(blocks, ids, target)
+
+    assert torch.equal(_bytes(staging), _bytes(reference.gather_blocks(blocks, ids, target)))
+
+
+def _assert_moved_as_the_reference(blocks: torch.Tensor, target: torch.dtype) -> None:
+    ids = torch.tensor([4, 0, 5], device=blocks.device)
 
     staging = gather_blocks(blocks, ids, target)
 
@@ -49,6 +68,11 @@ def test_copy_changes_the_targets_only(device: torch.device, dtype: torch.dtype,
 def test_no_blocks(device: torch.device) -> None:
     blocks, ids = _blocks(torch.float16, device), torch.zeros(0, dtype=torch.int64, device=device)
 
+    scatter_blocks(blocks[:0], blocks, ids)
+    scatter_blocks(gather_blocks(blocks, ids, torch.int8), blocks, ids)
+    copy_blocks(blocks, ids, ids)
+
+    assert torch.equal(blocks, _blocks(torch.float16, device))
     assert gather_blocks(blocks, ids, torch.int8).shape == (0, 2, 2, 3, 8, 44)
     assert gather_blocks(blocks, ids, torch.float16).shape == (0, 2, 2, 3, 8, 40)
 

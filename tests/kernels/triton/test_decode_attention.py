@@ -1,4 +1,4 @@
-"""Split paged attention of one token a sequence against the torch reference."""
+"""Split paged attention of one token a sequence against the torch reference of the same name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.kernels.attention import paged_attention
-from pdserve.kernels.triton.decode_attention import DecodeBatch, decode_attention
+from pdserve.kernels.decode_attention import DecodeBatch
+from pdserve.kernels.decode_attention import decode_attention as reference
+from pdserve.kernels.triton.decode_attention import decode_attention
+
+pytestmark = pytest.mark.timeout(300)
 
 MakeInputs = Callable[..., Any]
 
@@ -28,18 +31,19 @@ _SHAPES = {
     "eight-heads-float16-cache": {"heads_per_kv_head": 8, "num_kv_heads": 1, "kv_dtype": torch.float16},
     "nine-heads": {"heads_per_kv_head": 9, "num_kv_heads": 3, "block_size": 8},
 }  # fmt: skip
-_RULES = ((None, None), (7, None), (70, 2.0))
+_RULES = ((None, None), (7, None), (70, 2.0), (None, 2.0))  # window and soft cap; ALiBi goes with every other shape
 
 
 @pytest.mark.parametrize("name", list(_SHAPES))
 def test_equals_the_reference(make_inputs: MakeInputs, name: str) -> None:
     inputs = make_inputs(sequences=_LENGTHS, **_SHAPES[name])
     batch = DecodeBatch(inputs.block_tables, inputs.context_lens, 90)
-    window, soft_cap = _RULES[list(_SHAPES).index(name) % len(_RULES)]
+    index = list(_SHAPES).index(name)
+    rule = (*_RULES[index % len(_RULES)], inputs.alibi_slopes if index % 2 else None)
 
-    output = decode_attention(inputs.query, inputs.kv_blocks, batch, 0.3, window, soft_cap)
+    output = decode_attention(inputs.query, inputs.kv_blocks, batch, 0.3, *rule)
 
-    expected = paged_attention(inputs.query, inputs.kv_blocks, inputs.spans, 0.3, window, soft_cap)
+    expected = reference(inputs.query, inputs.kv_blocks, batch, 0.3, *rule)
     assert output.dtype == expected.dtype
     torch.testing.assert_close(output, expected, atol=_TOLERANCE[output.dtype], rtol=0)
 
@@ -51,18 +55,17 @@ def test_parts_of_a_long_context_are_merged(make_inputs: MakeInputs, window: int
 
     output = decode_attention(inputs.query, inputs.kv_blocks, batch, 0.3, window)
 
-    expected = paged_attention(inputs.query, inputs.kv_blocks, inputs.spans, 0.3, window)
+    expected = reference(inputs.query, inputs.kv_blocks, batch, 0.3, window)
     torch.testing.assert_close(output, expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.timeout(300)
 def test_a_context_of_33000_tokens(make_inputs: MakeInputs) -> None:
     inputs = make_inputs(sequences=((1, 33_000),), head_dim=40, num_kv_heads=1, block_size=128, dtype=torch.float16)
     batch = DecodeBatch(inputs.block_tables, inputs.context_lens, 33_000)
 
     output = decode_attention(inputs.query, inputs.kv_blocks, batch, 0.3)
 
-    expected = paged_attention(inputs.query.float(), inputs.kv_blocks.float(), inputs.spans, 0.3)
+    expected = reference(inputs.query.float(), inputs.kv_blocks.float(), batch, 0.3)
     torch.testing.assert_close(output.float(), expected, atol=2e-3, rtol=0)
 
 
@@ -82,19 +85,6 @@ def test_batch_invariant_a_row_has_the_same_bits_alone(make_inputs: MakeInputs, 
         alone = DecodeBatch(span.block_table[None], lens[own], span.context_len)
         again = decode_attention(inputs.query[own], inputs.kv_blocks, alone, 0.3, is_batch_invariant=True)
         assert torch.equal(again, together[own])
-
-
-def test_alibi_lowers_scores_by_distance(make_inputs: MakeInputs) -> None:
-    inputs = make_inputs(sequences=((1, 50),), num_kv_heads=1, heads_per_kv_head=4, block_size=64)
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=inputs.query.device)
-    batch = DecodeBatch(inputs.block_tables, inputs.context_lens, 50)
-
-    output = decode_attention(inputs.query, inputs.kv_blocks, batch, 0.3, alibi_slopes=slopes)
-
-    keys, values = inputs.kv_blocks[inputs.spans[0].block_table[0], :, 0, :50].double()
-    distances = torch.arange(49, -1, -1, device=slopes.device)
-    scores = 0.3 * inputs.query[0].double() @ keys.T - slopes[:, None].double() * distances
-    torch.testing.assert_close(output[0].double(), scores.softmax(1) @ values, atol=2e-5, rtol=0)
 
 
 def test_empty_batch_and_empty_row(make_inputs: MakeInputs) -> None:

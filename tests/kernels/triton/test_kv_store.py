@@ -11,7 +11,10 @@ from pdserve.kernels.triton.kv_store import store_kv
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("head_dim", "num_kv_heads", "block_size"), [(40, 3, 8), (80, 1, 13), (256, 2, 128)])
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "block_size"),
+    [(40, 3, 8), (64, 2, 16), (80, 1, 13), (96, 9, 32), (128, 4, 64), (256, 2, 128)],
+)
 def test_writes_the_bits_of_the_reference(
     device: torch.device, kv_dtype: torch.dtype, head_dim: int, num_kv_heads: int, block_size: int
 ) -> None:

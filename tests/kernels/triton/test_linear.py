@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pdserve.kernels.int8_linear import Int8Weight, weight_only_linear
+from pdserve.kernels.int8_linear import Int8Weight
+from pdserve.kernels.linear import linear as reference
 from pdserve.kernels.triton.linear import linear
 
 _TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 1e-2}
@@ -26,7 +27,7 @@ def test_equals_the_reference(
     dense = (weight.values * weight.scales[:, None]).to(dtype)
 
     for each in (weight, dense):
-        expected = weight_only_linear(rows, each, bias)
+        expected = reference(rows, each, bias)
         tolerance = _TOLERANCE[dtype]
         torch.testing.assert_close(linear(rows, each, bias), expected, atol=tolerance, rtol=tolerance)
 

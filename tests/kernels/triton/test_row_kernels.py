@@ -45,19 +45,19 @@ def test_rms_norm_of_heads_each_with_its_own_weight(device: torch.device) -> Non
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 def test_rms_norm_of_a_sum_returns_the_sum(device: torch.device, dtype: torch.dtype) -> None:
-    hidden, weight = _random(4, 80, dtype=dtype, device=device), _random(80, dtype=dtype, device=device)
+    hidden = _random(4, 80, dtype=dtype, device=device)
     delta = hidden.flip(0)
 
-    ours = add_rms_norm(hidden, delta, weight, 1e-5, 0.5)
-
-    tolerance = _TOLERANCE[dtype]
-    expected = reference_add_rms_norm(hidden, delta, weight, 1e-5, 0.5)
-    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
+    for weight_dtype in {dtype, torch.float32}:
+        weight = _random(80, dtype=weight_dtype, device=device)
+        ours = add_rms_norm(hidden, delta, weight, 1e-5, 0.5)
+        expected = reference_add_rms_norm(hidden, delta, weight, 1e-5, 0.5)
+        torch.testing.assert_close(ours, expected, atol=_TOLERANCE[dtype], rtol=_TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("layout", list(RopeLayout))
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (96, 96), (40, 20)])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (96, 96), (40, 20), (128, 128), (256, 64)])
 def test_rope_turns_halves_or_pairs_and_leaves_the_rest(
     device: torch.device, dtype: torch.dtype, head_dim: int, rotary_dim: int, layout: RopeLayout
 ) -> None:
@@ -86,6 +86,7 @@ def test_no_rows(device: torch.device) -> None:
     nothing, angles = torch.zeros(0, 64, device=device), torch.zeros(0, 32, device=device)
 
     assert rms_norm(nothing, torch.ones(64, device=device), 1e-6).shape == (0, 64)
+    assert add_rms_norm(nothing, nothing, torch.ones(64, device=device), 1e-6)[1].shape == (0, 64)
     assert gated_activation(nothing, Activation.SILU).shape == (0, 32)
     assert apply_rope(nothing.view(0, 1, 64), angles, angles).shape == (0, 1, 64)
 
