@@ -116,9 +116,9 @@ def _run_workload(workload: str, options: argparse.Namespace, budget: Budget) ->
         return f"{workload}: {error}"
     finally:
         for results in found:
-            if results.runs:
+            if results.has_figures:
                 print(render.markdown(results), flush=True)
-    return None if found and found[0].runs else f"{workload}: there was no time for a run"
+    return None if found and found[0].has_figures else f"{workload}: there was no time for a run"
 
 
 async def _within(budget: Budget, work: "asyncio.Coroutine[None, None, None]") -> None:

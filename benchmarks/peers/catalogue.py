@@ -21,6 +21,8 @@ OURS = {
     "pdserve-float32": ("--dtype", "float32"),
     "pdserve-alike": ("--dtype", "auto", "--prefill-niceness", "0"),
     "pdserve-unshared": ("--dtype", "auto", "--no-share-cores"),
+    "pdserve-tpot25": ("--dtype", "auto", "--tpot-target-ms", "25"),
+    "pdserve-tpot50": ("--dtype", "auto", "--tpot-target-ms", "50"),
     "pdserve-colocated": ("--dtype", "auto", "--prefill-nodes", "0"),
     "pdserve-colocated-b128": ("--dtype", "auto", "--prefill-nodes", "0", "--max-num-batched-tokens", "128"),
     "pdserve-colocated-tpot40": ("--dtype", "auto", "--prefill-nodes", "0", "--tpot-target-ms", "40"),
