@@ -18,7 +18,8 @@ from pdserve.cli.load_client import LoadClient, StreamRecord
 from pdserve.cli.load_plan import Lengths, PlannedRequest, TraceScale, closed_loop, read_trace
 from pdserve.cli.load_report import Objectives, tpot_ms, ttft_ms
 
-_FIRST_PART = 1 / 6  # of what a system can do at most
+_FIRST_PARTS = (1 / 6, 1 / 2)  # of what a system can do at most; the latter if the former takes longer than this:
+_LONGEST_S = 60.0
 _AT_ONCE = 16  # to find that
 _LOOK_S = 0.25
 _DRAIN_TIMEOUT_S = 60.0
@@ -68,7 +69,8 @@ class Ladder:
         most = len(plan) / (time.monotonic() - started_at)
         if all(record.error is not None for record in records):
             raise SystemExit(f"no request was answered: {records[0].error}")
-        return math.floor(math.log(_FIRST_PART * most, self.factor))
+        first = max(_FIRST_PARTS[0] * most, min(_FIRST_PARTS[1] * most, self.requests.min_count / _LONGEST_S))
+        return math.floor(math.log(first, self.factor))
 
     async def ask(self, client: LoadClient, step: int) -> tuple[Answer, ...]:
         """Send the requests of a step; return what they got.

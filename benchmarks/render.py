@@ -5,7 +5,7 @@
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,10 +54,11 @@ def markdown(results: Results) -> str:
     if runs:
         num_rounds = len({run.round for run in runs})
         lines += [f"{results.workload}{kind}, {num_rounds} alternating rounds, median (lowest to highest):", ""]
-        lines += [*_table(runs), ""]
+        lines += [*_table(runs, _cell), ""]
     if results.trials:
         lines += [*_grid(results), ""]
-    names = names_in_order([*runs, *goodputs(results.trials, GRID)])
+    asked = {run.system for run in runs} | {trial.system for trial in results.trials}
+    names = [name for name in results.settings if name in asked]
     lines += [f"- {name}: {results.settings[name]}" for name in names]
     lines += [f"- {name} was left out: {reason}" for name, reason in results.left_out.items()]
     conditions = {**results.asked, **results.conditions}
@@ -68,15 +69,15 @@ def markdown(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(runs: Sequence[Run]) -> list[str]:
+def _table(runs: Sequence[Run], cell: Callable[[Sequence[float]], str]) -> list[str]:
     names = names_in_order(runs)
     lines = [
         f"| | {' | '.join([*names, *(f'{names[0]} / {peer}' for peer in names[1:])])} |",
         "|---" * (2 * len(names)) + "|",
     ]
     for figure in runs[0].figures:
-        cells = [_cell(values_of(runs, name, figure)) for name in names]
-        cells += [_cell(ratios_of(runs, figure, peer)) for peer in names[1:]]
+        cells = [cell(values_of(runs, name, figure)) for name in names]
+        cells += [cell(ratios_of(runs, figure, peer)) for peer in names[1:]]
         lines.append(f"| {figure} | {' | '.join(cells)} |")
     return lines
 
@@ -84,13 +85,15 @@ def _table(runs: Sequence[Run]) -> list[str]:
 def _grid(results: Results) -> list[str]:
     """Return the goodput by promise, and what has to be known to read it."""
     rates = sorted({trial.rate_per_s for trial in results.trials})
-    found = goodputs(results.trials, GRID)
+    order = list(results.settings)  # ours first, whoever began first
+    found = sorted(goodputs(results.trials, GRID), key=lambda run: order.index(run.system))
     unfinished = [f"{run.system} in round {run.round}" for run in found if not results.has(run.system, run.round)]
     lines = [
         "Requests a second at which 90 % have their first token within the first time, and each further one within the "
-        f"second on average; asked were {_short(rates[0])} to {_short(rates[-1])}, and 0 is less than the least:",
+        "second on average, median of the rounds; "
+        f"asked were {_short(rates[0])} to {_short(rates[-1])}, and 0 is less than the least:",
         "",
-        *_table(found),
+        *_table(found, _median),
         "",
     ]
     lines += [f"- ended early, so that its figures are the least they can be: {one}" for one in unfinished]
@@ -118,6 +121,10 @@ def _cell(values: Sequence[float]) -> str:
         return "-"
     low, middle, high = min(values), statistics.median(values), max(values)
     return f"{_short(middle)} ({_short(low)} to {_short(high)})"
+
+
+def _median(values: Sequence[float]) -> str:
+    return _short(statistics.median(values)) if values else "-"
 
 
 def _short(value: float) -> str:

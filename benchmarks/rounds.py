@@ -184,7 +184,8 @@ async def _asked(server: Server, ladder: Ladder, step: int, number: int) -> Tria
     cpu_before = server.running.cpu_s()
     answers = await ladder.ask(server.client, step)
     trial = Trial(server.name, number, ladder.rate_per_s(step), answers, server.running.cpu_s() - cpu_before)
-    shares = ", ".join(f"{100 * trial.share_of(one):.0f} % within {name}" for name, one in GRID.items())
+    tightest, *_, widest = GRID.items()
+    shares = ", ".join(f"{100 * trial.share_of(one):.0f} % within {name}" for name, one in (tightest, widest))
     print(
         f"W6 round {number}, load {os.getloadavg()[0]:.1f}, {trial.system} at {trial.rate_per_s:.3g} requests/s: "
         f"{shares}, CPU {trial.cpu_s:.1f} s",
