@@ -49,6 +49,11 @@ class Results:
         )
         return own == other
 
+    def take_over(self, earlier: "Results") -> None:
+        """Go on from what `earlier`, which this one continues, has found."""
+        self.runs[:], self.trials[:] = earlier.runs, earlier.trials
+        self.conditions |= earlier.conditions
+
     @property
     def has_figures(self) -> bool:
         """Whether there is anything to show."""

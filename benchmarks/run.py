@@ -174,8 +174,7 @@ def _take_over(results: Results, path: Path) -> None:
     earlier = load_results(path)
     if not results.continues(earlier):
         raise SystemExit(f"{path} is of other systems or options: leave --resume out, or name another folder")
-    results.runs[:] = earlier.runs
-    results.conditions |= earlier.conditions
+    results.take_over(earlier)
 
 
 def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
