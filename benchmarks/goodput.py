@@ -1,26 +1,29 @@
-"""W6: the highest rate at which a server keeps its promises, found by doubling and bisection.
+"""W6: the requests of a trace at rising rates, and what each of them got.
 
 At every rate the requests of a trace are sent from its beginning, with other prompts of the same lengths and its time
-stretched, for so long that the rate is no burst that a queue swallows. A rate is held if 90 % of them meet the
-objectives. A trial ends as soon as that cannot happen any more.
+stretched, for so long that the rate is no burst that a queue swallows. All systems are asked the same at the same
+rates: the steps of one ladder, which each begins well below what it can do and leaves when it keeps no promise.
 """
 
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ladder import Answer
 
 from pdserve.cli.load_client import LoadClient, StreamRecord
 from pdserve.cli.load_plan import Lengths, PlannedRequest, TraceScale, closed_loop, read_trace
 from pdserve.cli.load_report import Objectives, tpot_ms, ttft_ms
 
-GOOD_SHARE = 0.9
-_FIRST_RATE = 1.0
-_RATES = (1 / 16, 64.0)  # what is looked at, requests a second
+_FIRST_PARTS = (1 / 6, 1 / 2)  # of what a system can do at most; the latter if the former takes longer than this:
+_LONGEST_S = 60.0
+_AT_ONCE = 16  # to find that
 _LOOK_S = 0.25
 _DRAIN_TIMEOUT_S = 60.0
+_FIRST_TRIAL = 100  # steps below 1 a second have numbers below 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,81 +45,75 @@ class TraceRequests:
         return read_trace(self.trace, count, scale, self.seed + trial)
 
 
-async def highest_rate(holds: Callable[[float], Awaitable[bool]], precision: float) -> float:
-    """Return the highest rate that `holds`, within a factor of `precision`; 0.0 if none of those looked at does.
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """Rates of which each is `factor` times the one before, and `loosest`: who breaks that breaks every promise."""
 
-    Doubles or halves from 1 a second until one rate holds and the next does not, then halves the factor between them.
-    """
-    rate = _FIRST_RATE
-    if await holds(rate):
-        low = rate
-        while (high := 2 * low) <= _RATES[1] and await holds(high):
-            low = high
-        if high > _RATES[1]:
-            return low
-    else:
-        high = rate
-        while (low := high / 2) >= _RATES[0] and not await holds(low):
-            high = low
-        if low < _RATES[0]:
-            return 0.0
-    while high / low > precision:
-        middle = (low * high) ** 0.5
-        if await holds(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    requests: TraceRequests
+    factor: float
+    loosest: Objectives
 
+    def rate_per_s(self, step: int) -> float:
+        """Return the rate of a step; that of step 0 is 1 a second."""
+        return float(self.factor**step)
 
-async def measure_goodput(
-    client: LoadClient, requests: TraceRequests, objectives: Objectives, precision: float
-) -> float:
-    """Return the highest rate that the server holds.
+    async def first_step(self, client: LoadClient) -> int:
+        """Return where to begin with a server, measured by as many requests of the trace as it answers at once.
 
-    Raises:
-        SystemExit: it does not answer any more.
-    """
-    trial = 0
+        Raises:
+            SystemExit: it does not answer.
+        """
+        plan = self.requests.at(1.0, 0)
+        started_at = time.monotonic()
+        records = await client.run(plan, _AT_ONCE)
+        most = len(plan) / (time.monotonic() - started_at)
+        if all(record.error is not None for record in records):
+            raise SystemExit(f"no request was answered: {records[0].error}")
+        first = max(_FIRST_PARTS[0] * most, min(_FIRST_PARTS[1] * most, self.requests.min_count / _LONGEST_S))
+        return math.floor(math.log(first, self.factor))
 
-    async def holds(rate_per_s: float) -> bool:
-        nonlocal trial
-        trial += 1
-        is_held = await _is_held(client, requests.at(rate_per_s, trial), objectives)
-        promised = f"{objectives.ttft_ms} and {objectives.tpot_ms} ms"
-        print(f"  {rate_per_s:.3g} requests/s within {promised}: {'held' if is_held else 'missed'}", flush=True)
-        await _drained(client, requests.seed + trial)
-        return is_held
+    async def ask(self, client: LoadClient, step: int) -> tuple[Answer, ...]:
+        """Send the requests of a step; return what they got.
 
-    return await highest_rate(holds, precision)
+        Raises:
+            SystemExit: the server does not answer any more.
+        """
+        trial = _FIRST_TRIAL + step
+        answers = await _answers(client, self.requests.at(self.rate_per_s(step), trial), self.loosest)
+        await _drained(client, self.requests.seed + trial)
+        return answers
 
 
-async def _is_held(client: LoadClient, plan: Sequence[PlannedRequest], objectives: Objectives) -> bool:
+async def _answers(client: LoadClient, plan: Sequence[PlannedRequest], loosest: Objectives) -> tuple[Answer, ...]:
+    """Send `plan`; wait for its requests as long as one of those that are open could still be good."""
     started_at = time.monotonic()
     records = [
         StreamRecord(len(one.prompt), one.num_output, sent_at=started_at + (one.arrives_at_s or 0.0)) for one in plan
     ]
     async with asyncio.TaskGroup() as group:
-        open_tasks = {
-            group.create_task(_send(client, request, record), name=f"request {index}")
+        sending = {
+            group.create_task(_send(client, request, record), name=f"request {index}"): record
             for index, (request, record) in enumerate(zip(plan, records, strict=True))
         }
-        while open_tasks and is_possible(records, objectives, time.monotonic()):
+        open_tasks = set(sending)
+        while any(not has_missed(sending[task], loosest, time.monotonic()) for task in open_tasks):
             _, open_tasks = await asyncio.wait(open_tasks, timeout=_LOOK_S)
         for task in open_tasks:
             task.cancel()
-    return is_possible(records, objectives, time.monotonic())
+    return tuple(answer_of(record) for record in records)
+
+
+def answer_of(record: StreamRecord) -> Answer:
+    """Return what counts of a request: nothing of one that failed or was cut off."""
+    if record.error is not None or not record.events or not record.ended_at:
+        return None
+    tpot = tpot_ms(record)
+    return round(ttft_ms(record), 2), None if tpot is None else round(tpot, 3)
 
 
 async def _send(client: LoadClient, request: PlannedRequest, record: StreamRecord) -> None:
     await asyncio.sleep(record.sent_at - time.monotonic())
     await client.stream(request, record)
-
-
-def is_possible(records: Sequence[StreamRecord], objectives: Objectives, now: float) -> bool:
-    """Return whether the share of good requests can still be reached at `now`. Pure."""
-    num_missed = sum(has_missed(record, objectives, now) for record in records)
-    return len(records) - num_missed >= GOOD_SHARE * len(records)
 
 
 def has_missed(record: StreamRecord, objectives: Objectives, now: float) -> bool:

@@ -17,7 +17,7 @@ from pdserve.cli.load_client import LoadClient, StreamRecord
 from pdserve.cli.load_plan import Lengths, PlannedRequest, closed_loop
 from pdserve.cli.load_report import Spread, gaps_ms, ttft_ms
 
-_NUM_STREAMS = 8
+NUM_STREAMS = 8
 _STREAM = Lengths(64, 1_024)
 LONG_PROMPT = 2_048
 _SETTLED_TOKENS = 8  # of each stream, before the window begins
@@ -50,10 +50,10 @@ async def measure_interference(client: LoadClient, num_long: int, rate_per_s: fl
     seconds = num_long / rate_per_s
     async with asyncio.TaskGroup() as tasks:
         streams = [
-            tasks.create_task(_stream_on(client, steady, f"{seed} {index}"), name=f"steady stream {index}")
-            for index in range(_NUM_STREAMS)
+            tasks.create_task(stream_on(client, steady, f"{seed} {index}"), name=f"steady stream {index}")
+            for index in range(NUM_STREAMS)
         ]
-        await _settled(steady)
+        await settled(steady)
         start = time.monotonic()
         plan = _long_plan(num_long, seconds, seed)
         long_tasks = [
@@ -114,7 +114,7 @@ def _seconds_in(record: StreamRecord, window: Window) -> float:
     return max(0.0, min(last, window.end) - max(record.events[0][0], window.start))
 
 
-async def _stream_on(client: LoadClient, records: list[StreamRecord], seed: str) -> None:
+async def stream_on(client: LoadClient, records: list[StreamRecord], seed: str) -> None:
     """Stream one request after the other until cancelled."""
     for number in itertools.count():
         [request] = closed_loop(1, _STREAM, _number(f"{seed} {number}"))
@@ -140,13 +140,13 @@ def _long_plan(count: int, seconds: float, seed: int) -> list[PlannedRequest]:
     return [PlannedRequest(request.prompt, request.num_output, at) for request, at in zip(requests, times, strict=True)]
 
 
-async def _settled(steady: Sequence[StreamRecord]) -> None:
+async def settled(steady: Sequence[StreamRecord]) -> None:
     """Wait until every stream decodes."""
     deadline = time.monotonic() + _SETTLE_TIMEOUT_S
-    while sum(len(record.events) >= _SETTLED_TOKENS for record in steady) < _NUM_STREAMS:
+    while sum(len(record.events) >= _SETTLED_TOKENS for record in steady) < NUM_STREAMS:
         _check(steady)
         if time.monotonic() > deadline:
-            raise SystemExit(f"not all of {_NUM_STREAMS} streams decode after {_SETTLE_TIMEOUT_S:g} s")
+            raise SystemExit(f"not all of {NUM_STREAMS} streams decode after {_SETTLE_TIMEOUT_S:g} s")
         await asyncio.sleep(0.05)
 
 

@@ -5,11 +5,12 @@
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from comparison import Run, names_in_order, ratios_of, values_of
+from ladder import GRID, cpu_ms_per_request, goodputs
 from results import Results, Tried, load_results
 from targets import verdicts
 
@@ -19,10 +20,10 @@ _COLOURS = ("#3366cc", "#dc7633", "#229954", "#884ea0", "#7f8c8d", "#c0392b")
 def render(folder: Path) -> str:
     """Write tables, plots and the report of a folder; return the report."""
     all_results = [load_results(path) for path in sorted(folder.glob("W*.json"))]
-    all_results = [results for results in all_results if results.runs]
+    all_results = [results for results in all_results if results.has_figures]
     for results in all_results:
         (folder / f"{results.workload}.md").write_text(markdown(results))
-        for index, figure in enumerate(results.runs[0].figures):
+        for index, figure in enumerate(results.runs[0].figures if results.runs else ()):
             (folder / f"{results.workload}-{index}.svg").write_text(svg(results, figure))
     text = report(all_results)
     (folder / "report.md").write_text(text)
@@ -48,20 +49,17 @@ def report(all_results: Sequence[Results]) -> str:
 def markdown(results: Results) -> str:
     """Return the table of a comparison: median and range of each figure, and ours as a ratio to each peer."""
     runs = [replace(run, figures={**run.figures, "CPU s": run.cpu_s}) for run in results.runs]
-    names = names_in_order(runs)
-    num_rounds = len({run.round for run in runs})
     kind = ", short runs" if results.is_quick else ""
-    lines = [
-        f"{results.workload}{kind}, {num_rounds} alternating rounds, median (lowest to highest):",
-        "",
-        f"| | {' | '.join([*names, *(f'{names[0]} / {peer}' for peer in names[1:])])} |",
-        "|---" * (2 * len(names)) + "|",
-    ]
-    for figure in runs[0].figures:
-        cells = [_cell(values_of(runs, name, figure)) for name in names]
-        cells += [_cell(ratios_of(runs, figure, peer)) for peer in names[1:]]
-        lines.append(f"| {figure} | {' | '.join(cells)} |")
-    lines += ["", *(f"- {name}: {results.settings[name]}" for name in names)]
+    lines = []
+    if runs:
+        num_rounds = len({run.round for run in runs})
+        lines += [f"{results.workload}{kind}, {num_rounds} alternating rounds, median (lowest to highest):", ""]
+        lines += [*_table(runs, _cell), ""]
+    if results.trials:
+        lines += [*_grid(results), ""]
+    asked = {run.system for run in runs} | {trial.system for trial in results.trials}
+    names = [name for name in results.settings if name in asked]
+    lines += [f"- {name}: {results.settings[name]}" for name in names]
     lines += [f"- {name} was left out: {reason}" for name, reason in results.left_out.items()]
     conditions = {**results.asked, **results.conditions}
     if conditions:
@@ -69,6 +67,41 @@ def markdown(results: Results) -> str:
     for family, tried in results.tuning.items():
         lines += ["", f"Settings tried for {family}, the best first:", "", *_tuning_rows(tried)]
     return "\n".join(lines) + "\n"
+
+
+def _table(runs: Sequence[Run], cell: Callable[[Sequence[float]], str]) -> list[str]:
+    names = names_in_order(runs)
+    lines = [
+        f"| | {' | '.join([*names, *(f'{names[0]} / {peer}' for peer in names[1:])])} |",
+        "|---" * (2 * len(names)) + "|",
+    ]
+    for figure in runs[0].figures:
+        cells = [cell(values_of(runs, name, figure)) for name in names]
+        cells += [cell(ratios_of(runs, figure, peer)) for peer in names[1:]]
+        lines.append(f"| {figure} | {' | '.join(cells)} |")
+    return lines
+
+
+def _grid(results: Results) -> list[str]:
+    """Return the goodput by promise, and what has to be known to read it."""
+    rates = sorted({trial.rate_per_s for trial in results.trials})
+    order = list(results.settings)  # ours first, whoever began first
+    found = sorted(goodputs(results.trials, GRID), key=lambda run: order.index(run.system))
+    unfinished = [f"{run.system} in round {run.round}" for run in found if not results.has(run.system, run.round)]
+    lines = [
+        "Requests a second at which 90 % have their first token within the first time, and each further one within the "
+        "second on average, median of the rounds; "
+        f"asked were {_short(rates[0])} to {_short(rates[-1])}, and 0 is less than the least:",
+        "",
+        *_table(found, _median),
+        "",
+    ]
+    lines += [f"- ended early, so that its figures are the least they can be: {one}" for one in unfinished]
+    for name in names_in_order(found):
+        lines.append(
+            f"- {name}: {cpu_ms_per_request(results.trials, name):.0f} ms of CPU a request, median of the rates"
+        )
+    return lines
 
 
 def _tuning_rows(tried: Sequence[Tried]) -> list[str]:
@@ -88,6 +121,10 @@ def _cell(values: Sequence[float]) -> str:
         return "-"
     low, middle, high = min(values), statistics.median(values), max(values)
     return f"{_short(middle)} ({_short(low)} to {_short(high)})"
+
+
+def _median(values: Sequence[float]) -> str:
+    return _short(statistics.median(values)) if values else "-"
 
 
 def _short(value: float) -> str:

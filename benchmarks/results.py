@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from comparison import Run
+from ladder import Trial
 
 _SHOWN_FEATURES = ("avx2", "avx512f", "avx512_vnni", "amx_int8")
 
@@ -38,6 +39,7 @@ class Results:
     tuning: dict[str, list[Tried]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)  # W6
 
     def continues(self, earlier: "Results") -> bool:
         """Return whether `earlier` asked the same of the same systems, so that its runs count here."""
@@ -47,9 +49,23 @@ class Results:
         )
         return own == other
 
+    def take_over(self, earlier: "Results") -> None:
+        """Go on from what `earlier`, which this one continues, has found."""
+        self.runs[:], self.trials[:] = earlier.runs, earlier.trials
+        self.conditions |= earlier.conditions
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self.runs or self.trials)
+
     def has(self, system: str, number: int) -> bool:
         """Return whether the run of `system` in a round is there."""
         return any(run.system == system and run.round == number for run in self.runs)
+
+    def trials_of(self, system: str, number: int) -> list[Trial]:
+        """Return what `system` was asked in a round, the last rate last."""
+        return [trial for trial in self.trials if (trial.system, trial.round) == (system, number)]
 
     def save(self, folder: Path) -> None:
         """Write WORKLOAD.json; a reader sees the old content or the new."""
@@ -68,8 +84,9 @@ def load_results(path: Path) -> Results:
     try:
         saved = json.loads(path.read_text())
         runs = [Run(**run) for run in saved.pop("runs")]
+        trials = [Trial.from_json(trial) for trial in saved.pop("trials", [])]
         tuning = {family: [Tried(**one) for one in tried] for family, tried in saved.pop("tuning").items()}
-        return Results(**saved, runs=runs, tuning=tuning)
+        return Results(**saved, runs=runs, trials=trials, tuning=tuning)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"{path} is no result of run.py: {error!r}") from error
 

@@ -5,6 +5,7 @@ All servers are up at the same time and only one is asked at a time; what the id
 
 import asyncio
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -13,11 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from comparison import Run
+from goodput import Ladder
+from ladder import GRID, Trial, goodputs
 from peers.catalogue import axes_of, system_of
 from results import Results, Tried
 from systems import RunningSystem, System, running
 from tuning import tuned
-from workloads import WORKLOADS, Conditions, measured_prefill_s
+from workloads import WORKLOADS, Conditions, ladder_of, measured_prefill_s
 
 from pdserve.cli.errors import CliError
 from pdserve.cli.load_client import LoadClient, Target
@@ -79,7 +82,7 @@ async def tune(family: str, workload: str, conditions: Conditions, budget: Budge
         if budget.left_s() == 0:
             return Tried(name, None, "not tried: the time was over")
         try:
-            async with asyncio.timeout(budget.left_s()), _serving(budget.limits(system_of(name, workload))) as server:
+            async with asyncio.timeout(budget.left_s()), serving(budget.limits(system_of(name, workload))) as server:
                 if workload == "W4" and not asked.long_rate_per_s:  # the same for all that follow
                     asked = _at_capacity(asked, await measured_prefill_s(server.client, asked.seed))
                 value = (await chosen.run(server.client, asked))[chosen.primary]
@@ -123,23 +126,79 @@ async def compare(
         results.conditions["idle CPU s/s"] = await _idle_cpu(servers)
         for number in range(num_rounds):
             began_at = time.monotonic()
-            for server in tuple(servers):
-                if not results.has(server.name, number):
-                    # Other prompts in each round: no server knows a prefix of them.
-                    own = replace(conditions, seed=conditions.seed + 1_000 * number)
-                    with _failing(results, servers, server):
-                        results.runs.append(await _run_once(results.workload, server, own, number))
-                    if folder is not None:
-                        results.save(folder)
+            # Other prompts in each round: no server knows a prefix of them.
+            own = replace(conditions, seed=conditions.seed + 1_000 * number)
+            if results.workload == "W6":
+                await climb(results, servers, own, ladder_of(own), number, folder)
+            else:
+                await _run_each(results, servers, own, number, folder)
             if not budget.has_room_for(time.monotonic() - began_at):
                 break
+
+
+async def _run_each(
+    results: Results, servers: list[Server], conditions: Conditions, number: int, folder: Path | None
+) -> None:
+    for server in tuple(servers):
+        if not results.has(server.name, number):
+            with _failing(results, servers, server):
+                results.runs.append(await _run_once(results.workload, server, conditions, number))
+            if folder is not None:
+                results.save(folder)
+
+
+async def climb(
+    results: Results, servers: list[Server], conditions: Conditions, ladder: Ladder, number: int, folder: Path | None
+) -> None:
+    """W6: ask all servers the same rate before the next, each until it keeps no promise at one."""
+    first_steps = await _first_steps(results, servers, ladder)
+    for step in itertools.count(min(first_steps.values(), default=0)):
+        climbing = [server for server in servers if not results.has(server.name, number)]
+        if not climbing:
+            break
+        for server in climbing:
+            earlier = results.trials_of(server.name, number)
+            is_known = any(trial.rate_per_s == ladder.rate_per_s(step) for trial in earlier)
+            if step < first_steps[server.name] or is_known:
+                continue
+            with _failing(results, servers, server):
+                trial = await _asked(server, ladder, step, number)
+                results.trials.append(trial)
+                if not trial.keeps(ladder.loosest):
+                    results.runs += goodputs([*earlier, trial], conditions.objectives)
+            if folder is not None:
+                results.save(folder)
+
+
+async def _first_steps(results: Results, servers: list[Server], ladder: Ladder) -> dict[str, int]:
+    known = results.conditions.setdefault("first step of the ladder", {})
+    assert isinstance(known, dict)
+    for server in tuple(servers):
+        if server.name not in known:
+            with _failing(results, servers, server):
+                known[server.name] = await ladder.first_step(server.client)
+    return {server.name: known[server.name] for server in servers}
+
+
+async def _asked(server: Server, ladder: Ladder, step: int, number: int) -> Trial:
+    cpu_before = server.running.cpu_s()
+    answers = await ladder.ask(server.client, step)
+    trial = Trial(server.name, number, ladder.rate_per_s(step), answers, server.running.cpu_s() - cpu_before)
+    tightest, *_, widest = GRID.items()
+    shares = ", ".join(f"{100 * trial.share_of(one):.0f} % within {name}" for name, one in (tightest, widest))
+    print(
+        f"W6 round {number}, load {os.getloadavg()[0]:.1f}, {trial.system} at {trial.rate_per_s:.3g} requests/s: "
+        f"{shares}, CPU {trial.cpu_s:.1f} s",
+        flush=True,
+    )
+    return trial
 
 
 async def _started(results: Results, systems: Sequence[System], stack: contextlib.AsyncExitStack) -> list[Server]:
     servers = []
     for index, system in enumerate(systems):
         try:
-            servers.append(await stack.enter_async_context(_serving(system)))
+            servers.append(await stack.enter_async_context(serving(system)))
         except SystemExit as error:
             _leave_out(results, system.name, error, is_ours=index == 0)
     return servers
@@ -164,7 +223,7 @@ def _failing(results: Results, servers: list[Server], server: Server) -> Iterato
 
 
 @asynccontextmanager
-async def _serving(system: System) -> AsyncIterator[Server]:
+async def serving(system: System) -> AsyncIterator[Server]:
     """Start a server and warm it; nothing of it is left at the end."""
     with running(system) as started:
         async with _client_of(system, started) as client:

@@ -116,9 +116,9 @@ def _run_workload(workload: str, options: argparse.Namespace, budget: Budget) ->
         return f"{workload}: {error}"
     finally:
         for results in found:
-            if results.runs:
+            if results.has_figures:
                 print(render.markdown(results), flush=True)
-    return None if found and found[0].runs else f"{workload}: there was no time for a run"
+    return None if found and found[0].has_figures else f"{workload}: there was no time for a run"
 
 
 async def _within(budget: Budget, work: "asyncio.Coroutine[None, None, None]") -> None:
@@ -174,8 +174,7 @@ def _take_over(results: Results, path: Path) -> None:
     earlier = load_results(path)
     if not results.continues(earlier):
         raise SystemExit(f"{path} is of other systems or options: leave --resume out, or name another folder")
-    results.runs[:] = earlier.runs
-    results.conditions |= earlier.conditions
+    results.take_over(earlier)
 
 
 def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:

@@ -1,12 +1,14 @@
 """The workloads W1 to W6: what is asked of a server and which figures count. Each works against any server."""
 
+import itertools
 import statistics
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from goodput import TraceRequests, measure_goodput
+from goodput import Ladder, TraceRequests
 from interference import LONG_PROMPT, measure_interference
+from ladder import GRID, Trial, goodputs, loosest
 
 from pdserve.cli.load_client import LoadClient, StreamRecord
 from pdserve.cli.load_plan import Lengths, closed_loop
@@ -95,19 +97,26 @@ async def warm_prefix(client: LoadClient, conditions: Conditions) -> Figures:
 
 
 async def goodput(client: LoadClient, conditions: Conditions) -> Figures:
-    """W6: the highest rate at which 90 % of the requests of a scaled trace meet the objectives, for 30 s; quick: 10 s.
+    """W6 of one server alone: the rate at which 90 % of the requests of a scaled trace meet the objectives."""
+    ladder, trials = ladder_of(conditions), list[Trial]()
+    for step in itertools.count(await ladder.first_step(client)):
+        trials.append(Trial("", 0, ladder.rate_per_s(step), await ladder.ask(client, step), 0.0))
+        if not trials[-1].keeps(ladder.loosest):
+            break
+    return goodputs(trials, conditions.objectives)[0].figures
+
+
+def ladder_of(conditions: Conditions) -> Ladder:
+    """Return the rates of W6, each for 30 s and in steps of a third of an octave; quick: 10 s and half an octave.
 
     The trace keeps its shape; lengths are divided by 8 (CSV) or 64 (JSON lines) and its time is stretched.
     """
     if conditions.trace is None:
         raise SystemExit("W6 needs --trace")
     divisor = 64.0 if conditions.trace.suffix == ".jsonl" else 8.0
-    count, span_s, precision = (40, 10.0, 1.2) if conditions.is_quick else (100, 30.0, 1.1)
+    count, span_s, steps_per_octave = (40, 10.0, 2) if conditions.is_quick else (100, 30.0, 3)
     requests = TraceRequests(conditions.trace, count, span_s, divisor, conditions.seed)
-    return {
-        figure: await measure_goodput(client, requests, objectives, precision)
-        for figure, objectives in conditions.objectives.items()
-    }
+    return Ladder(requests, 2.0 ** (1 / steps_per_octave), loosest((*GRID.values(), *conditions.objectives.values())))
 
 
 async def measured_prefill_s(client: LoadClient, seed: int) -> float:

@@ -1,8 +1,9 @@
-"""What W4 and W6 count: gaps within a window, promises kept, the highest rate."""
+"""What W4 and W6 count: gaps within a window, promises kept, the rate up to which they are."""
 
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -45,25 +46,66 @@ def test_prompts_that_wait_at_the_end_are_counted_and_bound_the_latency(load: Lo
     assert figures["streams decoding, mean"] == 1.0
 
 
-async def test_the_highest_rate_is_bracketed_and_bisected(load: Load) -> None:
-    asked: list[float] = []
-
-    async def holds(rate: float) -> bool:
-        asked.append(rate)
-        return rate <= 5.0
-
-    found = await load("goodput").highest_rate(holds, 1.1)
-
-    assert asked[:4] == [1.0, 2.0, 4.0, 8.0]
-    assert 5.0 / 1.1 <= found <= 5.0
+def _trial(load: Load, rate: float, ttfts: list[float], system: str = "ours", tpot_ms: float | None = 20.0) -> Any:
+    return load("ladder").Trial(system, 0, rate, tuple((ttft, tpot_ms) for ttft in ttfts), cpu_s=1.0)
 
 
-@pytest.mark.parametrize(("limit", "found"), [(0.0, 0.0), (1e9, 64.0)])
-async def test_rates_beyond_what_is_looked_at_end_the_search(load: Load, limit: float, found: float) -> None:
-    async def holds(rate: float) -> bool:
-        return rate <= limit
+def test_the_rate_lies_where_the_share_of_good_requests_falls_below_the_limit(load: Load) -> None:
+    objectives, goodput_of = Objectives(1_000.0, 40.0), load("ladder").goodput_of
+    all_good = _trial(load, 1.0, [100.0] * 10)
+    nearly = _trial(load, 4.0, [100.0] * 8 + [5_000.0] * 2)
+    never = _trial(load, 8.0, [5_000.0] * 10)
 
-    assert await load("goodput").highest_rate(holds, 1.1) == found
+    # From a share of 1 to 0.8 the limit of 0.9 is halfway, which is 2 between the rates 1 and 4.
+    assert goodput_of([all_good, nearly, never], objectives) == pytest.approx(2.0)
+    assert goodput_of([never, nearly, all_good], objectives) == pytest.approx(2.0)
+    assert goodput_of([all_good, _trial(load, 4.0, [100.0] * 9 + [5_000.0]), never], objectives) == pytest.approx(4.0)
+    assert goodput_of([all_good], objectives) == 1.0  # the least that it can be
+    assert goodput_of([never], objectives) == 0.0
+
+
+def test_a_tenth_may_miss(load: Load) -> None:
+    objectives = Objectives(1_000.0, 40.0)
+
+    assert _trial(load, 1.0, [500.0] * 9 + [1_500.0]).keeps(objectives)
+    assert not _trial(load, 1.0, [500.0] * 8 + [1_500.0] * 2).keeps(objectives)
+    assert not _trial(load, 1.0, [500.0] * 10, tpot_ms=41.0).keeps(objectives)
+    assert _trial(load, 1.0, [500.0] * 10, tpot_ms=None).keeps(objectives)
+
+
+def test_what_failed_or_was_cut_off_is_no_answer(load: Load) -> None:
+    answer_of = load("goodput").answer_of
+    failed = _record([0.5, 0.6], 0.0, 0.6)
+    failed.error = "503"
+
+    assert answer_of(_record([0.5, 0.7], 0.0, 0.7)) == (500.0, 200.0)
+    assert answer_of(_record([0.5], 0.0, 0.5)) == (500.0, None)
+    assert answer_of(_record([0.5, 0.7], 0.0)) is None and answer_of(_record([], 0.0)) is None
+    assert answer_of(failed) is None
+
+
+def test_the_loosest_promise_is_broken_only_with_all_others(load: Load) -> None:
+    loosest = load("ladder").loosest
+
+    assert loosest([Objectives(450.0, 100.0), Objectives(2_000.0, 40.0)]) == Objectives(2_000.0, 100.0)
+    assert loosest([Objectives(450.0, None), Objectives(2_000.0, 40.0)]) == Objectives(2_000.0, None)
+
+
+def test_every_system_has_its_rate_for_every_promise(load: Load) -> None:
+    ladder = load("ladder")
+    trials = [
+        _trial(load, rate, [ttft_ms] * 10, system)
+        for system, times in {"ours": (400.0, 900.0, 3_000.0), "peer": (900.0, 3_000.0, 3_000.0)}.items()
+        for rate, ttft_ms in zip((1.0, 2.0, 4.0), times, strict=True)
+    ]
+
+    ours, peer = ladder.goodputs(trials, ladder.GRID)
+
+    assert len(ours.figures) == 12 and ours.cpu_s == 3.0
+    assert ours.figures["450 ms, then 15 ms"] == 0.0  # further tokens take 20
+    assert 1.0 < ours.figures["450 ms, then 25 ms"] < 2.0 < ours.figures["1,000 ms, then 25 ms"] < 4.0
+    assert peer.figures["450 ms, then 100 ms"] == 0.0 and 1.0 < peer.figures["2,000 ms, then 100 ms"] < 2.0
+    assert ladder.cpu_ms_per_request(trials, "ours") == 100.0
 
 
 @pytest.mark.parametrize(
@@ -83,14 +125,6 @@ def test_a_promise_is_broken_as_soon_as_it_cannot_be_kept(
     load: Load, record: StreamRecord, now: float, has_missed: bool
 ) -> None:
     assert load("goodput").has_missed(record, Objectives(1_000.0, 100.0), now) is has_missed
-
-
-def test_a_tenth_may_miss(load: Load) -> None:
-    good, bad = _record([0.5], 0.0, 0.5), _record([5.0], 0.0, 5.0)
-    objectives = Objectives(1_000.0, None)
-
-    assert load("goodput").is_possible([good] * 9 + [bad], objectives, 9.0)
-    assert not load("goodput").is_possible([good] * 8 + [bad] * 2, objectives, 9.0)
 
 
 def test_a_trace_is_stretched_to_the_rate_with_the_same_lengths_and_other_prompts(load: Load) -> None:

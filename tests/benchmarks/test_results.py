@@ -25,6 +25,19 @@ def test_saved_results_are_read_as_they_were(load: Load, tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["W1.json"]
 
 
+def test_what_goes_on_has_all_that_was_found(load: Load, tmp_path: Path) -> None:
+    earlier = load("results").Results("W6", True, 7, {"pdserve": "as it comes"})
+    earlier.conditions["first step of the ladder"] = {"pdserve": 3}
+    earlier.runs.append(load("comparison").Run("pdserve", 0, {"goodput requests/s": 3.0}, 1.9))
+    earlier.trials.append(load("ladder").Trial("pdserve", 1, 2.0, ((120.5, 9.125), (80.0, None), None), 1.5))
+    earlier.save(tmp_path)
+    later = load("results").Results("W6", True, 7, {"pdserve": "as it comes"})
+
+    later.take_over(load("results").load_results(tmp_path / "W6.json"))
+
+    assert later == earlier and later.trials_of("pdserve", 1) == earlier.trials
+
+
 def test_other_settings_are_another_comparison(load: Load) -> None:
     results = load("results").Results
 

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from pdserve.cli.load_report import Objectives
 Load = Callable[[str], ModuleType]
 
 _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+_TRACE = _BENCHMARKS / "data" / "azure_conversation_2023_first2000.csv"
 # Answers with as many tokens as were asked for, at once.
 _SERVER = """
 import asyncio, sys
@@ -104,12 +106,61 @@ async def test_ours_that_dies_ends_the_comparison_with_what_there_is(load: Load,
 @pytest.mark.timeout(180)
 async def test_a_server_that_dies_has_no_goodput(load: Load) -> None:
     goodput = load("goodput")
-    trace = _BENCHMARKS / "data" / "azure_conversation_2023_first2000.csv"
     with load("systems").running(_system(load, "dying", _DYING)) as server:
         async with LoadClient.open(Target(server.url)) as client:
-            requests = goodput.TraceRequests(trace, 5, 0.0, 8.0, seed=1)
+            requests = goodput.TraceRequests(_TRACE, 5, 0.0, 8.0, seed=1)
+            ladder = goodput.Ladder(requests, 2.0, Objectives(60_000.0, None))
             with pytest.raises(SystemExit, match="no answer after a trial"):
-                await goodput.measure_goodput(client, requests, Objectives(60_000.0, None), 1.5)
+                await ladder.ask(client, 3)
+
+
+# Fails from its NUMBER-th request on, but for the short ones by which it is known to live.
+_TIRED = _SERVER.replace(
+    "def accept(one):",
+    """
+import itertools
+numbers = itertools.count(1)
+
+def accept(one):
+    if (len(one.prompt), one.num_output) != (16, 4) and next(numbers) >= NUMBER:
+        raise RuntimeError("tired")""",
+)
+
+
+@pytest.mark.timeout(180)
+async def test_systems_climb_the_same_rates_in_turn_until_they_keep_no_promise(load: Load, tmp_path: Path) -> None:
+    rounds, goodput = load("rounds"), load("goodput")
+    # Three requests warm a server, five are a trial.
+    systems = [_system(load, name, _TIRED.replace("NUMBER", limit)) for name, limit in (("ours", "14"), ("peer", "9"))]
+    results = load("results").Results("W6", True, 1, {system.name: system.settings for system in systems})
+    results.conditions["first step of the ladder"] = {"ours": 3, "peer": 3}
+    ladder = goodput.Ladder(goodput.TraceRequests(_TRACE, 5, 0.0, 8.0, seed=1), 2.0, Objectives(60_000.0, None))
+    conditions = load("workloads").Conditions(seed=1, is_quick=True, objectives={"goodput": ladder.loosest})
+
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(rounds.serving(system)) for system in systems]
+        await rounds.climb(results, servers, conditions, ladder, 0, tmp_path)
+
+    asked = [(trial.system, trial.rate_per_s, trial.keeps(ladder.loosest)) for trial in results.trials]
+    assert asked == [
+        ("ours", 8.0, True), ("peer", 8.0, True), ("ours", 16.0, True), ("peer", 16.0, False), ("ours", 32.0, False),
+    ]  # fmt: skip
+    # Between all of them and none the limit of 0.9 is a tenth of the way.
+    assert {run.system: run.figures["goodput"] for run in results.runs} == pytest.approx(
+        {"ours": 16.0 * 2**0.1, "peer": 8.0 * 2**0.1}
+    )
+    saved = load("results").load_results(tmp_path / "W6.json")
+    assert (saved.trials, saved.runs) == (results.trials, results.runs)
+    assert "| 2,000 ms, then 100 ms |" in load("render").render(tmp_path)
+
+
+def test_a_ladder_that_was_cut_off_is_shown_as_what_it_is(load: Load) -> None:
+    results = load("results").Results("W6", True, 1, {"ours": "as it comes"})
+    results.trials.append(load("ladder").Trial("ours", 0, 4.0, ((100.0, 10.0),), 0.5))
+
+    shown = load("render").markdown(results)
+
+    assert "the least they can be: ours in round 0" in shown and "| 450 ms, then 15 ms | 4 |" in shown
 
 
 def test_a_server_without_time_to_start_is_told(load: Load) -> None:
@@ -120,18 +171,20 @@ def test_a_server_without_time_to_start_is_told(load: Load) -> None:
 
 
 @pytest.mark.timeout(180)
-async def test_interference_and_goodput_of_a_server_that_answers_at_once(load: Load) -> None:
+async def test_interference_and_answers_of_a_server_that_answers_at_once(load: Load) -> None:
     interference, goodput = load("interference"), load("goodput")
-    trace = _BENCHMARKS / "data" / "azure_conversation_2023_first2000.csv"
     with load("systems").running(_system(load, "ours")) as server:
         async with LoadClient.open(Target(server.url)) as client:
             figures = await interference.measure_interference(client, num_long=2, rate_per_s=2.0, seed=1)
-            requests = goodput.TraceRequests(trace, 3, 0.0, 8.0, seed=1)
-            rate = await goodput.measure_goodput(client, requests, Objectives(60_000.0, None), 1.5)
+            requests = goodput.TraceRequests(_TRACE, 3, 0.0, 8.0, seed=1)
+            ladder = goodput.Ladder(requests, 2.0, Objectives(60_000.0, None))
+            first_step = await ladder.first_step(client)
+            answers = await ladder.ask(client, 4)
 
     assert figures["long prompts unanswered"] == 0.0 and figures["streams decoding, mean"] > 0.0
     assert figures["tokens/s, prompts and output"] >= figures["output tokens/s"] > 0.0
-    assert rate == 64.0  # the highest that is looked at
+    assert len(answers) == 3 and None not in answers
+    assert ladder.rate_per_s(first_step) > 0.0
 
 
 def test_a_budget_bounds_starts_and_has_parts(load: Load) -> None:
