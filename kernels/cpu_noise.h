@@ -15,18 +15,38 @@ constexpr int kGroup = 64;  // ids whose words are computed together
 constexpr uint64_t kMultiplier0 = 0xD2E7470EE14C6C93, kMultiplier1 = 0xCA5A826395121157;
 constexpr uint64_t kWeyl0 = 0x9E3779B97F4A7C15, kWeyl1 = 0xBB67AE8584CAA73B;
 
-// Four words for ids 4 * group .. 4 * group + 3.
-inline void philox(uint64_t seed, uint64_t position, uint64_t group, uint64_t* words) {
-  uint64_t c0 = group + 1, c1 = position, c2 = 0, c3 = 0, key_0 = seed, key_1 = 0;
-  for (int round = 0; round < 10; round++) {
-    const auto first = static_cast<unsigned __int128>(kMultiplier0) * c0;
-    const auto second = static_cast<unsigned __int128>(kMultiplier1) * c2;
-    c0 = static_cast<uint64_t>(second >> 64) ^ c1 ^ key_0, c1 = static_cast<uint64_t>(second);
-    c2 = static_cast<uint64_t>(first >> 64) ^ c3 ^ key_1, c3 = static_cast<uint64_t>(first);
-    key_0 += kWeyl0, key_1 += kWeyl1;
+// The noise of a row. Two words of the counter are 0 and the first is small, so that much of the first two rounds is
+// the same for all ids: it is computed once, and of their products only what differs.
+class Noise {
+ public:
+  Noise(uint64_t seed, uint64_t position) : seed_(seed) {
+    const auto product = static_cast<unsigned __int128>(kMultiplier0) * (seed ^ position);
+    high_ = static_cast<uint64_t>(product >> 64) ^ kWeyl1, low_ = static_cast<uint64_t>(product);
   }
-  words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
-}
+
+  // Four words for ids 4 * group .. 4 * group + 3.
+  void draw(uint64_t group, uint64_t* words) const {
+    const auto counted = static_cast<unsigned __int128>(kMultiplier0) * (group + 1);
+    const auto product = static_cast<unsigned __int128>(kMultiplier1) * static_cast<uint64_t>(counted >> 64);
+    uint64_t key_0 = seed_ + kWeyl0, key_1 = kWeyl1;
+    uint64_t c0 = static_cast<uint64_t>(product >> 64) ^ key_0, c1 = static_cast<uint64_t>(product);
+    uint64_t c2 = high_ ^ static_cast<uint64_t>(counted), c3 = low_;
+    for (int round = 2; round < kRounds; round++) {
+      key_0 += kWeyl0, key_1 += kWeyl1;
+      const auto first = static_cast<unsigned __int128>(kMultiplier0) * c0;
+      const auto second = static_cast<unsigned __int128>(kMultiplier1) * c2;
+      c0 = static_cast<uint64_t>(second >> 64) ^ c1 ^ key_0, c1 = static_cast<uint64_t>(second);
+      c2 = static_cast<uint64_t>(first >> 64) ^ c3 ^ key_1, c3 = static_cast<uint64_t>(first);
+    }
+    words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
+  }
+
+  void draw_group(uint64_t group, uint64_t* words) const;
+
+ private:
+  static constexpr int kRounds = 10;
+  uint64_t seed_, high_, low_;  // c2 after two rounds is high_ xor what differs, c3 is low_
+};
 
 // Words of the kGroup ids from 4 * group on; that of the n-th lies at place_of(n).
 #if defined(__AVX512DQ__)
@@ -45,21 +65,36 @@ inline void multiply_wide(__m512i x, uint64_t multiplier, __m512i& high, __m512i
   low = _mm512_mullo_epi64(x, m);
 }
 
-inline void philox_group(uint64_t seed, uint64_t position, uint64_t group, uint64_t* words) {
+// The same of x below 2^32.
+inline void multiply_small(__m512i x, uint64_t multiplier, __m512i& high, __m512i& low) {
+  const __m512i m = _mm512_set1_epi64(multiplier), m_high = _mm512_set1_epi64(multiplier >> 32);
+  const __m512i least = _mm512_mul_epu32(x, m);
+  const __m512i most = _mm512_add_epi64(_mm512_mul_epu32(x, m_high), _mm512_srli_epi64(least, 32));
+  high = _mm512_srli_epi64(most, 32);
+  low = _mm512_mask_shuffle_epi32(least, 0xaaaa, most, _MM_PERM_CCAA);
+}
+
+inline __m512i xor_all(__m512i a, __m512i b, __m512i c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
+
+inline void Noise::draw_group(uint64_t group, uint64_t* words) const {
   __m512i c0[kVectors], c1[kVectors], c2[kVectors], c3[kVectors];
   for (int v = 0; v < kVectors; v++) {
-    c0[v] = _mm512_add_epi64(_mm512_set1_epi64(group + 1 + 8 * v), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
-    c1[v] = _mm512_set1_epi64(position), c2[v] = c3[v] = _mm512_setzero_si512();
+    const __m512i counts = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
+    __m512i high, low, product_high;
+    multiply_small(_mm512_add_epi64(_mm512_set1_epi64(group + 1 + 8 * v), counts), kMultiplier0, high, low);
+    multiply_small(high, kMultiplier1, product_high, c1[v]);
+    c0[v] = _mm512_xor_si512(product_high, _mm512_set1_epi64(seed_ + kWeyl0));
+    c2[v] = _mm512_xor_si512(low, _mm512_set1_epi64(high_)), c3[v] = _mm512_set1_epi64(low_);
   }
-#pragma GCC unroll 10
-  for (int round = 0; round < 10; round++) {
-    const __m512i key_0 = _mm512_set1_epi64(seed + round * kWeyl0), key_1 = _mm512_set1_epi64(round * kWeyl1);
+#pragma GCC unroll 8
+  for (int round = 2; round < kRounds; round++) {
+    const __m512i key_0 = _mm512_set1_epi64(seed_ + round * kWeyl0), key_1 = _mm512_set1_epi64(round * kWeyl1);
     for (int v = 0; v < kVectors; v++) {
       __m512i first_high, first_low, second_high, second_low;
       multiply_wide(c0[v], kMultiplier0, first_high, first_low);
       multiply_wide(c2[v], kMultiplier1, second_high, second_low);
-      c0[v] = _mm512_xor_si512(_mm512_xor_si512(second_high, c1[v]), key_0), c1[v] = second_low;
-      c2[v] = _mm512_xor_si512(_mm512_xor_si512(first_high, c3[v]), key_1), c3[v] = first_low;
+      c0[v] = xor_all(second_high, c1[v], key_0), c1[v] = second_low;
+      c2[v] = xor_all(first_high, c3[v], key_1), c3[v] = first_low;
     }
   }
   for (int v = 0; v < kVectors; v++, words += 32) {
@@ -70,8 +105,8 @@ inline void philox_group(uint64_t seed, uint64_t position, uint64_t group, uint6
 #else
 inline int64_t place_of(int64_t n) { return n; }
 
-inline void philox_group(uint64_t seed, uint64_t position, uint64_t group, uint64_t* words) {
-  for (int quad = 0; quad < kGroup / 4; quad++) philox(seed, position, group + quad, words + 4 * quad);
+inline void Noise::draw_group(uint64_t group, uint64_t* words) const {
+  for (int quad = 0; quad < kGroup / 4; quad++) draw(group + quad, words + 4 * quad);
 }
 #endif
 

@@ -90,7 +90,7 @@ inline double noisy(double scaled, double uniform) { return scaled - std::log(-s
 
 inline double uniform_at(const SamplingRow& row, int64_t id) {
   uint64_t words[4];
-  philox(row.seed, row.position, id / 4, words);
+  Noise(row.seed, row.position).draw(id / 4, words);
   return uniform_of(words[id % 4]);
 }
 
@@ -121,6 +121,7 @@ inline int64_t sample_of(const SamplingRow& row, const std::vector<Scored>& kept
 inline int64_t sample_densely(const SamplingRow& row, const float* x, int64_t size, const Scale& scale,
                               int64_t likeliest, const Scored& last, const std::vector<float>& maxima) {
   Scored best{noisy(0.0, uniform_at(row, likeliest)), likeliest};
+  const Noise noise(row.seed, row.position);
   for (int64_t start = 0; start < size; start += kGroup) {
     const double highest = scale.of(maxima[start / kGroup]);
     if (highest < last.score) continue;
@@ -128,7 +129,7 @@ inline int64_t sample_densely(const SamplingRow& row, const float* x, int64_t si
     const auto limit = [&] { return word_of(most_uniform(highest, best.score)); };
     uint64_t most = limit();
     uint64_t words[kGroup];
-    philox_group(row.seed, row.position, start / 4, words);
+    noise.draw_group(start / 4, words);
     uint64_t smallest = words[0];
     for (int i = 1; i < kGroup; i++) smallest = std::min(smallest, words[i]);
     if (smallest > most) continue;

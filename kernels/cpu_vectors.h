@@ -73,13 +73,45 @@ inline float fma(float a, float b, float c) {
 #endif
 }
 
-// Lanes added pairwise in a fixed tree.
-inline float sum_lanes(Vec v) {
+// a where it is larger than b, else b, also where a is not a number.
+inline Vec larger(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// Lanes combined pairwise in a fixed tree: i with i + kLanes / 2, then the same of the first half.
+template <typename Combine>
+inline float fold_lanes(Vec v, const Combine& combine) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  const __m256 upper = _mm512_extractf32x8_ps((__m512)v, 1), eight = combine(_mm512_castps512_ps256((__m512)v), upper);
+#else
+  const __m256 eight = (__m256)v;
+#endif
+  const __m128 four = combine(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = combine(four, _mm_movehl_ps(four, four));
+  return combine(two, _mm_movehdup_ps(two))[0];
+#else
   float lanes[kLanes];
   std::memcpy(lanes, &v, sizeof v);
   for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    for (int i = 0; i < width; i++) lanes[i] = combine(lanes[i], lanes[i + width]);
   return lanes[0];
+#endif
+}
+
+inline float sum_lanes(Vec v) {
+  return fold_lanes(v, [](auto a, auto b) { return a + b; });
+}
+
+// None of them may be what is not a number.
+inline float largest_lane(Vec v) {
+  return fold_lanes(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // Swaps lane j of row i with lane i of row j: log2(kLanes) rounds in which pairs of rows exchange halves.
