@@ -2,12 +2,17 @@
 
     .venv/bin/python benchmarks/split.py --output results
     .venv/bin/python benchmarks/split.py --quick
+    .venv/bin/python benchmarks/split.py --beside
 
 An installation of real processes (one prefill node, one decode node) and the offline engine, in this process, answer
 the same prompts in turn, so that load on the machine meets both. TTFT is until the first token, total until the last;
 the ratios are medians over rounds of the ratio of one round. CPU is that of all processes of the installation. The
 table of stages has the medians of what the gateway
 (`return_route_info`) and both ends of the transfer (`--transfer-spans-file`) say of each request.
+
+With `--beside` the offline engine answers once more in each round, beside a process that takes for each token the
+processor time that this client and all of the installation but its engines took: the least that the split can cost
+where they share the cores.
 """
 
 import argparse
@@ -16,13 +21,17 @@ import json
 import os
 import random
 import statistics
+import struct
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import aiohttp
 from outputs import output_folder
@@ -37,6 +46,15 @@ from pdserve.engine.sequence import SequenceSpec
 _TTFT_TARGET, _TOTAL_TARGET = 1.1, 1.05
 _SPAN_WAIT_S, _POLL_S = 5.0, 0.02
 
+# Reads seconds, each a double, and computes for as long.
+_NEIGHBOUR = """\
+import os, struct, time
+while seconds := os.read(0, 8):
+    end = time.thread_time() + struct.unpack("d", seconds)[0]
+    while time.thread_time() < end:
+        pass
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -46,6 +64,7 @@ class Answer:
     total_s: float
     num_tokens: int
     cpu_s: float
+    other_cpu_s: float = 0.0  # of `cpu_s` what no engine took, and the client's
     stages: dict[str, float] = field(default_factory=dict)
 
 
@@ -56,18 +75,22 @@ class Plan:
     lengths: Sequence[int]
     num_output: int
     num_rounds: int
+    has_beside: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same prompt length both ways, in one round."""
+    """The same prompt length both ways, in one round; `beside` is offline beside what the split takes besides."""
 
     num_prompt: int
     offline: Answer
     split: Answer
+    beside: Answer | None
 
 
-def answer_offline(engine: Engine, prompt: tuple[int, ...], num_output: int) -> Answer:
+def answer_offline(
+    engine: Engine, prompt: tuple[int, ...], num_output: int, on_token: Callable[[], object] = lambda: None
+) -> Answer:
     """Let the engine answer alone."""
     sampling = SamplingParams(max_tokens=num_output, temperature=0.0, seed=0, ignore_eos=True)
     times = []
@@ -76,7 +99,17 @@ def answer_offline(engine: Engine, prompt: tuple[int, ...], num_output: int) -> 
     while engine.scheduler.has_work:
         if any(output.token is not None for output in engine.step()):
             times.append(time.perf_counter() - started)
+            on_token()
     return Answer(times[0], times[-1], len(times), time.process_time() - cpu)
+
+
+@contextmanager
+def _neighbour() -> Iterator[Callable[[float], object]]:
+    """Start a process that computes for as many seconds as it is told, whenever it is."""
+    command = (sys.executable, "-I", "-S", "-c", _NEIGHBOUR)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0) as process:  # ends when its input does
+        write = cast(BinaryIO, process.stdin).write
+        yield lambda seconds: write(struct.pack("d", seconds))
 
 
 async def answer_split(
@@ -91,7 +124,8 @@ async def answer_split(
     times: list[tuple[float, int]] = []
     route: dict[str, Any] = {}
     request_id = ""
-    started, cpu = time.perf_counter(), server.cpu_s()
+    cpu, other_cpu = server.cpu_s(), _other_cpu_s(server)
+    started, own_cpu = time.perf_counter(), time.thread_time()
     async with session.post(f"{server.url}/v1/completions", json=body) as reply:
         if reply.status != 200:
             raise SystemExit(f"{reply.status}: {await reply.text()}")
@@ -107,11 +141,26 @@ async def answer_split(
             if count:
                 times.append((now, count))
             route = (event.get("route_info") or [route])[0]
+    own_cpu = time.thread_time() - own_cpu
     if route.get("route") != "disaggregated":
         raise SystemExit(f"the request went another way: {route}")
     stages = _stages(times, route, await _spans_of(request_id, spans))
     num_tokens = sum(count for _, count in times)
-    return Answer(times[0][0], times[-1][0], num_tokens, server.cpu_s() - cpu, stages)
+    other_cpu = own_cpu + _other_cpu_s(server) - other_cpu
+    return Answer(times[0][0], times[-1][0], num_tokens, server.cpu_s() - cpu, other_cpu, stages)
+
+
+def _other_cpu_s(server: RunningSystem) -> float:
+    """Return the processor time of all but engines: of a node only the event loop and ZeroMQ count."""
+    nanoseconds = 0
+    for pid in server.pids():
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        is_node = b"prefill" in arguments or b"decode" in arguments
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            computes = is_node and thread.name != str(pid) and not (thread / "comm").read_text().startswith("ZMQ")
+            if not computes:
+                nanoseconds += int((thread / "schedstat").read_text().split()[0])
+    return nanoseconds / 1e9
 
 
 def _stages(times: list[tuple[float, int]], route: dict[str, Any], spans: list[dict[str, Any]]) -> dict[str, float]:
@@ -152,22 +201,44 @@ async def _model(session: aiohttp.ClientSession, url: str) -> str:
         return str((await reply.json())["data"][0]["id"])
 
 
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Who answers, and whom to tell how long to compute beside the engine."""
+
+    engine: Engine
+    session: aiohttp.ClientSession
+    server: RunningSystem
+    spans: Path
+    tell_neighbour: Callable[[float], object]
+
+    async def pair(self, plan: Plan, prompts: Sequence[tuple[int, ...]], is_split_first: bool) -> Pair:
+        """Let each answer a prompt of its own: what one has computed is in a cache."""
+        answers: dict[str, Answer] = {}
+        for name in ("split", "offline") if is_split_first else ("offline", "split"):
+            if name == "offline":
+                answers[name] = await asyncio.to_thread(answer_offline, self.engine, prompts[0], plan.num_output)
+            else:
+                answers[name] = await answer_split(self.session, self.server, prompts[1], plan.num_output, self.spans)
+        beside = None
+        if plan.has_beside:
+            tell = partial(self.tell_neighbour, answers["split"].other_cpu_s / plan.num_output)
+            beside = await asyncio.to_thread(answer_offline, self.engine, prompts[2], plan.num_output, tell)
+        return Pair(len(prompts[0]), answers["offline"], answers["split"], beside)
+
+
 async def compare(engine: Engine, server: RunningSystem, spans: Path, plan: Plan, pairs: list[Pair]) -> None:
     """Ask both in turn, and add what they took to `pairs`; which is first changes from round to round."""
     chance = random.Random(1)
-    async with aiohttp.ClientSession() as session:
-        for number in range(-1, plan.num_rounds):  # round -1 warms both
-            for length in plan.lengths:
-                prompts = [tuple(chance.randrange(3, 40_000) for _ in range(length)) for _ in range(2)]
-                answers: dict[str, Answer] = {}
-                for name in ("offline", "split") if number % 2 else ("split", "offline"):
-                    if name == "offline":
-                        answers[name] = await asyncio.to_thread(answer_offline, engine, prompts[0], plan.num_output)
-                    else:
-                        answers[name] = await answer_split(session, server, prompts[1], plan.num_output, spans)
-                if number >= 0:
-                    pairs.append(Pair(length, answers["offline"], answers["split"]))
-                    print(_line(pairs[-1]), flush=True)
+    with _neighbour() as tell_neighbour:
+        async with aiohttp.ClientSession() as session:
+            ways = Ways(engine, session, server, spans, tell_neighbour)
+            for number in range(-1, plan.num_rounds):  # round -1 warms both
+                for length in plan.lengths:
+                    prompts = [tuple(chance.randrange(3, 40_000) for _ in range(length)) for _ in range(3)]
+                    pair = await ways.pair(plan, prompts, is_split_first=number % 2 == 0)
+                    if number >= 0:
+                        pairs.append(pair)
+                        print(_line(pair), flush=True)
 
 
 def _line(pair: Pair) -> str:
@@ -212,7 +283,23 @@ def markdown(pairs: Sequence[Pair]) -> str:
         for length in lengths
     )
     lines.append("| each token after the first, offline | " + " | ".join(f"{value:.1f}" for value in per_token) + " |")
+    if pairs[0].beside is not None:
+        lines += ["", *_beside_lines(pairs, lengths)]
     return "\n".join(lines) + "\n"
+
+
+def _beside_lines(pairs: Sequence[Pair], lengths: Sequence[int]) -> list[str]:
+    lines = [
+        "| prompt | CPU but engines, ms a token | total, offline beside it / alone | split / offline beside it |",
+        "|---|---|---|---|",
+    ]
+    for length in lengths:
+        own = [(pair, pair.beside) for pair in pairs if pair.num_prompt == length and pair.beside is not None]
+        per_token_ms = statistics.median(1e3 * pair.split.other_cpu_s / pair.split.num_tokens for pair, _ in own)
+        beside = statistics.median(beside.total_s / pair.offline.total_s for pair, beside in own)
+        split = statistics.median(pair.split.total_s / beside.total_s for pair, beside in own)
+        lines.append(f"| {length:,} | {per_token_ms:.2f} | {beside:.2f} | {split:.2f} |")
+    return lines
 
 
 def main() -> None:
@@ -220,7 +307,7 @@ def main() -> None:
     options = _parser().parse_args()
     model_dir = options.model or resolve_model(None, progress=lambda line: None)
     lengths = options.prompt or ((64, 512) if options.quick else (64, 512, 1_024))
-    plan = Plan(lengths, *((32, 2) if options.quick else (options.output_tokens, options.rounds)))
+    plan = Plan(lengths, *((32, 2) if options.quick else (options.output_tokens, options.rounds)), options.beside)
     pairs: list[Pair] = []
     try:
         _measure(options, model_dir, plan, pairs)
@@ -255,6 +342,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="prompts of 64 and 512, outputs of 32, two rounds")
+    parser.add_argument("--beside", action="store_true", help="also offline beside what the split takes besides")
     parser.add_argument("--option", action="append", default=[], help="a flag for `pdserve serve`, as --flag=value")
     parser.add_argument("--output", type=output_folder, help="folder for JSON and Markdown")
     return parser

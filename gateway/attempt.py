@@ -31,7 +31,7 @@ class Attempt:
 
     @classmethod
     def begin(cls, pool: NodePool, plan: RoutePlan, task: GenerationTask, max_tokens: int) -> "list[Attempt]":
-        """Open an inbox for each branch and send the tasks, the decode node's first; return the branches in order.
+        """Open an inbox for each branch and send the tasks, the prefill node's first; return the branches in order.
 
         Raises:
             ChannelLost: a node is gone; nothing is left open.
@@ -91,9 +91,10 @@ class Attempt:
             self._pool.send(self.decode_key, DecodeTask(task, None))
             return
         transfer_id = secrets.token_hex(16)
-        self._pool.send(self.decode_key, DecodeTask(task, transfer_id))
         prefill_task = PrefillTask(task, transfer_id, decode.transfer_endpoint, decode.node_id, decode.incarnation)
+        # The first token waits for this one; what the decode node has to do first fits beside the computation.
         self._pool.send(self.nodes[1], prefill_task)
+        self._pool.send(self.decode_key, DecodeTask(task, transfer_id))
 
 
 def _costs(plan: RoutePlan, task: GenerationTask) -> dict[NodeKey, AttemptCost]:

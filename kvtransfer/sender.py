@@ -71,6 +71,15 @@ class BlockSender:
         """Return what none of them did: receivers of long ago."""
         return self._book.others()
 
+    def may_send_layers(self, peer: PeerAddress, num_tokens: int, least_shared_bytes: int) -> bool:
+        """Whether layers of a prompt's blocks can be due before they all are (see `OutgoingTransfer.are_layers_due`):
+        yes as long as nothing is known of the receiver."""
+        connection = self._connections.get(peer)
+        if connection is None or connection.ring is None:
+            return True
+        wire = connection.agreement.wire
+        return wire.num_blocks(num_tokens) * wire.block_size_bytes > least_shared_bytes
+
     async def watch(self) -> None:
         """Wait until the sender is closed.
 

@@ -62,7 +62,9 @@ class PrefillWorker:
         started_at = time.monotonic()
         progress: _ProgressQueue = asyncio.Queue()  # a few entries a step of this sequence: layers, then the whole
         specs = sequence_specs(generation, is_export=True)
-        async with self._engine.computing(*specs, on_layers=progress.put_nowait) as streams:
+        # For who wants to know of layers the engine leaves its kernels after each one, and wakes this loop ten times.
+        on_layers = progress.put_nowait if self._may_ship_layers(task) else None
+        async with self._engine.computing(*specs, on_layers=on_layers) as streams:
             await outbox.report(Stage.PREFILLING)
             try:
                 transfer = await self._offer(task)
@@ -76,14 +78,17 @@ class PrefillWorker:
             extra={"request_id": generation.request_id},
         )
 
+    def _may_ship_layers(self, task: PrefillTask) -> bool:
+        num_tokens = len(task.task.prompt_token_ids) + len(task.task.output_token_ids)
+        return self._sender.may_send_layers(_peer_of(task), num_tokens, _LEAST_SHARED_BYTES)
+
     async def _offer(self, task: PrefillTask) -> OutgoingTransfer:
         generation = task.task
         token_ids = generation.prompt_token_ids + generation.output_token_ids
         digest = self._engine.facts.digest
-        peer = PeerAddress(task.decode_endpoint, task.decode_node_id, task.decode_incarnation)
         timeout_s = min(self._transfer_timeout_s, generation.timeout_s)
         return await self._sender.offer(
-            peer,
+            _peer_of(task),
             task.transfer_id,
             lambda block_size: hash_blocks(token_ids, block_size, generation.cache_salt, digest),
             len(token_ids),
@@ -159,6 +164,10 @@ class PrefillWorker:
         if transfer.are_layers_due(blocks, step.num_layers, _LEAST_SHARED_BYTES):
             memory = ((each, self._engine.block_bytes(table[each])) for each in blocks)
             await transfer.send_layers(memory, step.num_layers)
+
+
+def _peer_of(task: PrefillTask) -> PeerAddress:
+    return PeerAddress(task.decode_endpoint, task.decode_node_id, task.decode_incarnation)
 
 
 def _raise_failure(output: StepOutput) -> None:

@@ -129,6 +129,20 @@ async def test_layers_are_due_at_once_where_they_travel_in_frames(make_pair):
     assert transfer.are_layers_due(range(3), 1, 1 + pair.layout.block_size_bytes * 3)
 
 
+@pytest.mark.parametrize("shared_memory", ["always", "never"])
+async def test_layers_are_awaited_where_they_can_be_due(make_pair, shared_memory):
+    pair = await make_pair(sender_config=SenderConfig(shared_memory=shared_memory))
+    size, num_tokens = pair.layout.block_size_bytes, 2 * pair.layout.block_size
+    assert pair.sender.may_send_layers(pair.peer, num_tokens, 1 << 40)  # nothing is known of the receiver
+
+    await _send(pair)
+
+    is_socket = shared_memory == "never"
+    assert pair.sender.may_send_layers(pair.peer, num_tokens, 2 * size) is is_socket
+    assert pair.sender.may_send_layers(pair.peer, num_tokens, 2 * size - 1)
+    assert pair.sender.may_send_layers(pair.peer, num_tokens + 1, 2 * size)
+
+
 @pytest.mark.parametrize("num_sent", [0, 1, 2, 3])
 @pytest.mark.parametrize("aborts_first", [True, False])
 async def test_an_abort_at_any_point_gives_every_slot_back(make_pair, num_sent, aborts_first):
