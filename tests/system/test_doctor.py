@@ -70,7 +70,7 @@ def test_another_model_is_named_by_its_field_and_a_dead_node_by_its_silence(
     cluster = start_cluster(tiny_model(), 0, 1, ("--num-blocks", "60"))
     cluster.model_dir = tiny_model(seed=7)
     cluster.start_node("prefill", 0)
-    cluster.wait_until(lambda: len(cluster.status()["nodes"]) == 2, "both nodes are known")
+    cluster.wait_for_nodes(2)
 
     result = doctor(cluster, "--json")
 
