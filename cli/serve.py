@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdserve.cli.child_process import ChildProcess, ChildSpec, pdserve_command
-from pdserve.cli.embedded_redis import EmbeddedRedis, embedded_redis
 from pdserve.cli.device_check import check_device
+from pdserve.cli.embedded_redis import EmbeddedRedis, embedded_redis
 from pdserve.cli.errors import ChildFailed
 from pdserve.cli.file_check import check_files
 from pdserve.cli.free_port import free_port

@@ -14,7 +14,6 @@ from aiohttp import web
 from pdserve.cli.commands import run
 from pdserve.cli.errors import CliError, SettingError
 
-
 _NUM_ASKED = web.AppKey("num_asked", list[int])
 
 
