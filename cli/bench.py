@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,15 +104,25 @@ class BenchOptions:
     json: str | None
 
 
+@dataclass(slots=True)
+class _Load:
+    """The model that was asked for, and the record of each request, as far as the load has come."""
+
+    model: str | None
+    records: "list[StreamRecord]"
+
+
 def bench(flags: Mapping[str, str], environment: Mapping[str, str], *, progress: Callable[[str], None]) -> int:
     """Run the load, print what came of it and return the exit code: 1 if a request failed.
+
+    Ctrl-C ends the load: then the result is of the requests that had ended, and the exit code 130.
 
     Raises:
         SettingError: an option has a wrong value, or the result could not be written.
         CliError: the server does not answer.
     """
     from pdserve.cli.file_check import check_output
-    from pdserve.cli.load_client import Target
+    from pdserve.cli.load_client import StreamRecord, Target
     from pdserve.cli.load_report import Objectives, report_of, report_table
 
     options = _options(flags)
@@ -122,13 +133,23 @@ def bench(flags: Mapping[str, str], environment: Mapping[str, str], *, progress:
         check_output("--json", options.json)
     plan = _plan(options)
     target = Target(url, options.model, environment.get(API_KEY_ENVIRONMENT_NAME), options.request_timeout_s)
-    model, records = asyncio.run(_run(target, plan, options, progress))
-    report = report_of(records, Objectives(options.slo_ttft_ms, options.slo_tpot_ms))
-    result = json.dumps({"url": url, "model": model, "options": asdict(options), **report.as_json()}, indent=1)
+    load = _Load(options.model, [StreamRecord.of(request) for request in plan])
+    is_interrupted = False
+    try:
+        asyncio.run(_run(target, plan, options, load, progress))
+    except KeyboardInterrupt:
+        load.records = [record for record in load.records if record.has_ended]
+        if not load.records:
+            raise
+        is_interrupted = True
+        progress(f"interrupted: {len(load.records)} of {len(plan)} requests had ended, and the result is theirs")
+    report = report_of(load.records, Objectives(options.slo_ttft_ms, options.slo_tpot_ms))
+    facts = {"url": url, "model": load.model, "is_interrupted": is_interrupted, "options": asdict(options)}
+    result = json.dumps({**facts, **report.as_json()}, indent=1)
     print(result if options.json == "-" else report_table(report))
     if options.json is not None and options.json != "-":
         _write(Path(options.json), result + "\n")
-    return int(report.num_failed > 0)
+    return 128 + signal.SIGINT if is_interrupted else int(report.num_failed > 0)
 
 
 def _options(flags: Mapping[str, str]) -> BenchOptions:
@@ -175,18 +196,23 @@ def _plan(options: BenchOptions) -> tuple[PlannedRequest, ...]:
 
 
 async def _run(
-    target: "Target", plan: tuple[PlannedRequest, ...], options: BenchOptions, progress: Callable[[str], None]
-) -> "tuple[str, list[StreamRecord]]":
+    target: "Target",
+    plan: tuple[PlannedRequest, ...],
+    options: BenchOptions,
+    load: _Load,
+    progress: Callable[[str], None],
+) -> None:
     from pdserve.cli.load_client import LoadClient
 
     lengths = Lengths(len(plan[0].prompt), min(4, plan[0].num_output))
     is_open = plan[0].arrives_at_s is not None
     async with LoadClient.open(target) as client:
+        load.model = client.model
         for record in await client.run(closed_loop(options.warmup, lengths, options.seed + 1), concurrency=1):
             if record.error is not None:
                 raise CliError(f"the warm-up failed: {record.error}")
         progress(f"{len(plan)} requests to {target.url}")
-        return client.model, await client.run(plan, None if is_open else options.concurrency)
+        await client.fill(load.records, plan, None if is_open else options.concurrency)
 
 
 def _write(path: Path, content: str) -> None:

@@ -161,7 +161,7 @@ async def _probe_all(
     try:
         async with NodeConversation.open(context, prefill.control_endpoint, keys, _CONNECT_TIMEOUT_S) as node:
             return [await _probe(node, prefill, decode, settings) for decode in decodes]
-    except ChannelLost as error:
+    except ChannelLost as error:  # the endpoint is none
         return [LinkFinding(prefill.node_id, decode.node_id, str(error)) for decode in decodes]
 
 
@@ -181,7 +181,8 @@ async def _probe(node: NodeConversation, prefill: NodeInfo, decode: NodeInfo, se
             while not isinstance(report, LinkReport) or report.probe_id != probe_id:
                 report = await node.hear(timeout_s + _ANSWER_TIMEOUT_S)  # the late word about a probe before
     except (ChannelLost, TimeoutError) as error:
-        return replace(finding, problem=f"{prefill.node_id}: {error}")
+        differs = "key" if node.was_refused else None
+        return replace(finding, problem=f"{prefill.node_id}: {error}", differs=differs)
     if report.code is not None:
         return replace(finding, problem=f"{report.code}: {report.message}", differs=report.field)
     return replace(

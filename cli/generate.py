@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdserve.cli.device_check import check_device
 from pdserve.cli.errors import SettingError
 from pdserve.cli.processes import engine_config
 from pdserve.cli.prompt_file import AnswerFile, PromptLine, read_prompts, sampling_of
@@ -129,6 +130,7 @@ def _sampling(settings: Settings) -> dict[str, Any]:
 
 
 def _load(settings: Settings, progress: Callable[[str], None]) -> "LLM":
+    check_device(settings.device)
     config = engine_config(settings, progress)
     from pdserve.engine.llm import LLM
 

@@ -46,6 +46,16 @@ class StreamRecord:
     usage_cached: int | None = None
     error: str | None = None
 
+    @classmethod
+    def of(cls, request: PlannedRequest) -> "StreamRecord":
+        """Return the record of a request that was not sent yet."""
+        return cls(len(request.prompt), request.num_output)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its answer, or its failure, is complete."""
+        return self.ended_at > 0.0
+
     @property
     def num_output(self) -> int:
         """Tokens that came: by the server's usage where it tells one, else as counted in the events."""
@@ -84,8 +94,15 @@ class LoadClient:
 
         With `concurrency` the loop is closed: so many are open at a time. Without, each is sent when it arrives.
         """
+        records = [StreamRecord.of(request) for request in plan]
+        await self.fill(records, plan, concurrency)
+        return records
+
+    async def fill(
+        self, records: Sequence[StreamRecord], plan: Sequence[PlannedRequest], concurrency: int | None
+    ) -> None:
+        """Do as `run`; who is cancelled has the records of what was done until then."""
         started_at = time.monotonic()
-        records = [StreamRecord(len(one.prompt), one.num_output) for one in plan]
         waiting = iter(zip(plan, records, strict=True))
         async with asyncio.TaskGroup() as tasks:
             if concurrency is not None:
@@ -95,7 +112,6 @@ class LoadClient:
                 for index, (request, record) in enumerate(waiting):
                     due_at = started_at + (request.arrives_at_s or 0.0)
                     tasks.create_task(self._send_when_due(request, record, due_at), name=f"load {index}")
-        return records
 
     async def _work_off(self, waiting: Iterator[tuple[PlannedRequest, StreamRecord]]) -> None:
         for request, record in waiting:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
 
+from pdserve.cli.device_check import check_device
 from pdserve.cli.errors import SettingError
 from pdserve.cli.file_check import check_files
 from pdserve.cli.free_port import free_port
@@ -74,6 +75,7 @@ def run_prefill(settings: Settings, progress: Progress) -> int:
     """Run one prefill node until it is stopped; return its exit code."""
     node = node_config(settings, Command.PREFILL, load_transfer_keys(settings.transfer_key_file, settings.transfer_key))
     check_files(settings)
+    check_device(settings.device)
     engine = engine_config(settings, progress)
     _let_signals_end_the_process()
     from pdserve.prefill_node.config import PrefillNodeConfig
@@ -93,6 +95,7 @@ def run_decode(settings: Settings, progress: Progress) -> int:
     """Run one decode node until it is stopped; return its exit code."""
     node = node_config(settings, Command.DECODE, load_transfer_keys(settings.transfer_key_file, settings.transfer_key))
     check_files(settings)
+    check_device(settings.device)
     engine = engine_config(settings, progress)
     _let_signals_end_the_process()
     from pdserve.decode_node.config import DecodeNodeConfig

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdserve.cli.child_process import ChildProcess, ChildSpec, pdserve_command
+from pdserve.cli.device_check import check_device
 from pdserve.cli.embedded_redis import EmbeddedRedis, embedded_redis
 from pdserve.cli.errors import ChildFailed
 from pdserve.cli.file_check import check_files
@@ -60,6 +61,7 @@ def serve(settings: Settings, printer: ProgressPrinter, environment: Mapping[str
     check_access(settings)
     read_chat_template(settings.chat_template)
     check_files(settings)
+    check_device(settings.device)
     port = free_port(settings.host, settings.port)
     if settings.redis_url is not None:
         from pdserve.cli.redis_check import check_redis  # needs redis-py, which takes a while to load

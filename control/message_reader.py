@@ -33,6 +33,7 @@ class MessageReader:
         self._received: deque[list[bytes]] = deque()  # by a `recv` that was cancelled in the same moment
         self._num_in_burst = 0
         self._is_due = False
+        self._next_follow: asyncio.Event | None = None  # awaited by who needs the socket read
 
     async def follow(self, take: Callable[[list[bytes]], bool]) -> None:
         """Give the frames of each message to `take` the moment they come, until it returns True.
@@ -44,6 +45,8 @@ class MessageReader:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._descriptor, self._read)
         follower = self._follower = Follower(take)
+        if self._next_follow is not None:
+            self._next_follow.set()
         try:
             while self._received and follower.put(self._received[0]):
                 self._received.popleft()
@@ -77,7 +80,11 @@ class MessageReader:
             async with asyncio.timeout(_LAST_READ_S):
                 while self._has_message():
                     self._read()
-                    await asyncio.sleep(0)
+                    if self._follower is None or self._follower.has_ended:
+                        self._next_follow = asyncio.Event()
+                        await self._next_follow.wait()
+                    else:
+                        await asyncio.sleep(0)
                 await asyncio.sleep(0)  # the last one may be in the hands of a task, which has its turn before ours
 
     def close(self) -> None:

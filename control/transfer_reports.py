@@ -7,7 +7,7 @@ from typing import Protocol
 from pdserve.control.messages import OTHER_PEERS, DurationCounts, LinkReport, PeerCounts, ProbeLink
 from pdserve.kvtransfer.counters import PeerCounts as MovedByPeer
 from pdserve.kvtransfer.counters import TransferCounts
-from pdserve.kvtransfer.errors import FailureCode, LayoutMismatch, TransferError
+from pdserve.kvtransfer.errors import FailureCode, LayoutMismatch, PeerLost, TransferError
 from pdserve.kvtransfer.latency import LatencyCounts
 from pdserve.kvtransfer.peer_address import PeerAddress
 from pdserve.kvtransfer.probe import MAX_PROBE_TOTAL_BYTES
@@ -48,7 +48,7 @@ async def measure_link(sender: BlockSender, probe: ProbeLink) -> LinkReport:
         peer = PeerAddress(probe.decode_endpoint, probe.decode_node_id, probe.decode_incarnation)
         found = await sender.probe(peer, min(probe.size_bytes, MAX_PROBE_TOTAL_BYTES), probe.timeout_s)
     except TransferError as error:
-        field = error.field if isinstance(error, LayoutMismatch) else _FIELDS.get(error.code)
+        field = error.field if isinstance(error, LayoutMismatch | PeerLost) else _FIELDS.get(error.code)
         return LinkReport(probe.probe_id, error.code, error.message, field)
     except ValueError as error:
         return LinkReport(probe.probe_id, FailureCode.PROTOCOL, str(error), None)

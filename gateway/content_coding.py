@@ -6,6 +6,9 @@ import zlib
 _WINDOW_OF_GZIP = 16 + zlib.MAX_WBITS
 _DEFLATED = 8  # the lower half of the first byte of a zlib stream (RFC 1950); some send the bare stream behind it
 TAKEN = ("gzip", "deflate")
+# What lies behind the end of a member is copied: with all of the content in one piece, many small members would cost
+# the square of their number.
+_PIECE_BYTES = 4096
 
 
 class UnknownCoding(Exception):
@@ -23,7 +26,8 @@ class BodyTooLarge(Exception):
 async def decoded(content: bytes, named: str, max_bytes: int) -> bytes:
     """Return `content` without the coding that its header names.
 
-    It is undone in a thread: a kilobyte may stand for a megabyte.
+    It is undone in a thread: a kilobyte may stand for a megabyte. Of gzip there may be several members, one behind the
+    other, as what is compressed while it is written has them (RFC 1952).
 
     Raises:
         UnknownCoding: it is none of `TAKEN`, or several.
@@ -42,12 +46,21 @@ def _inflated(content: bytes, coding: str, max_bytes: int) -> bytes:
     is_bare = coding == "deflate" and content[:1] != b"" and content[0] & 0xF != _DEFLATED
     window = _WINDOW_OF_GZIP if coding == "gzip" else -zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS
     stream = zlib.decompressobj(window)
-    try:
-        body = stream.decompress(content, max_bytes + 1)
-    except zlib.error as error:
-        raise BrokenCoding from error
-    if len(body) > max_bytes:
-        raise BodyTooLarge
-    if not stream.eof or stream.unused_data:
+    body = bytearray()
+    for start in range(0, len(content), _PIECE_BYTES):
+        piece = content[start : start + _PIECE_BYTES]
+        while piece:
+            if stream.eof:
+                if coding != "gzip":
+                    raise BrokenCoding
+                stream = zlib.decompressobj(window)
+            try:
+                body += stream.decompress(piece, max_bytes + 1 - len(body))
+            except zlib.error as error:
+                raise BrokenCoding from error
+            if len(body) > max_bytes:
+                raise BodyTooLarge
+            piece = stream.unused_data
+    if not stream.eof:
         raise BrokenCoding
-    return body
+    return bytes(body)

@@ -91,6 +91,9 @@ class Generation(Protocol):
     def stats(self) -> GenerationStats:
         """Return what is known so far."""
 
+    def planned_route(self) -> Route | None:
+        """Return the route that it is about to take, before it is followed; None while there is none."""
+
     async def finish_early(self, reason: FinishReason) -> None:
         """End with what was received (a stop string matched): free the nodes, record FINISHED. Idempotent."""
 

@@ -201,7 +201,8 @@ async def _answer_stream(
     """Send everything up to the last piece, and return the events that close the stream."""
     last_pieces: list[ChoicePiece] = []
     async with running_choices(plan, deps.source, deps.tokenizer, deps.metrics) as running, charge.following(running):
-        await stream.open({**headers, **charge.headers})
+        planned = running.planned_route()
+        await stream.open({**headers, **charge.headers, **({"x-pdserve-route": planned} if planned else {})})
         await stream.send(*reply.opening(running))
         with stream.kept_alive(deps.config.keep_alive_s):
             await running.follow(_Streamed(stream, reply, running, last_pieces))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from pdserve.control.messages import NodeInfo
 from pdserve.gateway.dispatch_config import DispatchConfig
+from pdserve.gateway.generation import Route
 from pdserve.gateway.node_view import NodeKey, NodeView, num_blocks_for
 from pdserve.gateway.prefix_affinity import PrefixAffinity, block_digests
 
@@ -35,6 +36,11 @@ class RoutePlan:
         """Return the nodes of the plan, the decode node first."""
         infos = (self.decode,) if self.prefill is None else (self.decode, self.prefill)
         return tuple(NodeKey(info.node_id, info.incarnation) for info in infos)
+
+    @property
+    def route(self) -> Route:
+        """Return its name, as long as it is the first plan of its request."""
+        return Route.LOCAL if self.prefill is None else Route.DISAGGREGATED
 
 
 def choose(

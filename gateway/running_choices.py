@@ -67,6 +67,10 @@ class RunningChoices:
         """Return the facts about each choice."""
         return [generation.stats for generation in self._generations]
 
+    def planned_route(self) -> Route | None:
+        """Return the route that the first choice is about to take; None while there is none."""
+        return self._generations[0].planned_route()
+
     def route(self) -> Route:
         """Return the route of the first choice."""
         return self._generations[0].stats.route

@@ -84,6 +84,7 @@ class RunningGeneration:
         )
         self._ready: deque[GenerationEvent] = deque()
         self._attempt: Attempt | None = None
+        self._planned: RoutePlan | None = None  # for the first attempt, before it begins
         self._last_plan: RoutePlan | None = None
         self._num_attempts = 0
         self._avoided: frozenset[NodeKey] = frozenset()
@@ -107,6 +108,12 @@ class RunningGeneration:
             timings=self._timings,
             queue_s=self._queue_s,
         )
+
+    def planned_route(self) -> Route | None:
+        """Return where the first attempt goes if it begins now; None while there is no decode node for it."""
+        if self._planned is None:
+            self._planned = self._choose()
+        return None if self._planned is None else self._planned.route
 
     async def finish_early(self, reason: FinishReason) -> None:
         """End with what was received; FINISHED is recorded."""
@@ -158,9 +165,7 @@ class RunningGeneration:
     def _route(self) -> Route:
         if self._num_attempts > 1:
             return Route.MIGRATED
-        if self._last_plan is not None and self._last_plan.prefill is None:
-            return Route.LOCAL
-        return Route.DISAGGREGATED
+        return Route.DISAGGREGATED if self._last_plan is None else self._last_plan.route
 
     def _elapsed_ms(self) -> float:
         return (time.monotonic() - self._begun) * 1000
@@ -215,7 +220,7 @@ class RunningGeneration:
         while True:
             if self._failure is not None and self._num_attempts >= config.max_attempts:
                 raise self._failure
-            plan = choose(self._route_facts(), self._context.views(), self._context.affinity, config)
+            plan = self._planned or self._choose()
             if plan is not None:
                 await self._back_off(plan)
                 try:
@@ -230,6 +235,10 @@ class RunningGeneration:
             if wait_s <= 0:
                 raise GenerationFailed("node_lost", "no decode node is there to go on with this request", True)
             await self._context.pool.wait_for_change(wait_s)
+
+    def _choose(self) -> RoutePlan | None:
+        context = self._context
+        return choose(self._route_facts(), context.views(), context.affinity, context.config)
 
     async def _back_off(self, plan: RoutePlan) -> None:
         """Wait a little before a node that just failed this request is asked again, as there is no other."""
@@ -264,7 +273,7 @@ class RunningGeneration:
 
     def _note_attempt(self, plan: RoutePlan) -> None:
         self._num_attempts += 1
-        self._last_plan = plan
+        self._planned, self._last_plan = None, plan
         if self._ledger is not None:
             self._ledger.num_attempts += 1
 

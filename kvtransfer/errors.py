@@ -135,10 +135,13 @@ class LayoutMismatch(TransferError):
 
 
 class PeerLost(TransferError):
-    """The connection to the peer, or its lease, ended."""
+    """The connection to the peer, or its lease, ended. `field` names what probably differs if that was in the
+    handshake of ZeroMQ.
+    """
 
-    def __init__(self, message: str, code: str = FailureCode.PEER_LOST) -> None:
+    def __init__(self, message: str, code: str = FailureCode.PEER_LOST, field: str | None = None) -> None:
         super().__init__(code, message, retryable=True)
+        self.field = field
 
 
 class TransferTimeout(TransferError):

@@ -158,7 +158,12 @@ class OutgoingTransfer:
         return can_cut and not self._link.policy.is_compressing
 
     def are_layers_due(self, indexes: Iterable[int], num_layers: int, least_shared_bytes: int) -> bool:
-        """Whether to send the first layers of blocks now: over shared memory once they are so many bytes."""
+        """Whether to send the first layers of blocks now: over shared memory once they are so many bytes.
+
+        Never unless `takes_layers`: the wire's blocks may be others than those of these indexes.
+        """
+        if not self.takes_layers:
+            return False
         if self._link.ring is None:
             return True
         end = num_layers * self._link.agreement.piece_size_bytes

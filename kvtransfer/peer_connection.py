@@ -249,7 +249,8 @@ class PeerConnection:
             self.lose(TransferRefused(FailureCode.UNAUTHENTICATED, text))
         is_silent = self._loop.time() - self._last_heard > self._lease_s / 2
         code = FailureCode.LEASE_EXPIRED if is_silent else FailureCode.PEER_LOST
-        self.lose(PeerLost(f"the connection to {self.peer.endpoint} ended ({name.lower()}{self._hint()})", code))
+        field = "key" if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else None
+        self.lose(PeerLost(f"the connection to {self.peer.endpoint} ended ({name.lower()}{self._hint()})", code, field))
 
     def _hint(self) -> str:
         """What to look at first; a receiver hangs up on a stranger without a reason, in any of several ways."""

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,8 @@ from aiohttp import web
 
 from pdserve.cli.commands import run
 from pdserve.cli.errors import CliError, SettingError
+
+_NUM_ASKED = web.AppKey("num_asked", list[int])
 
 
 async def _models(request: web.Request) -> web.Response:
@@ -22,7 +26,13 @@ async def _complete(request: web.Request) -> web.StreamResponse:
     body = await request.json()
     if body["model"] == "odd":
         return web.Response(text='data: {"choices": [1]}\n\n', content_type="text/event-stream")
-    if request.headers.get("Authorization") != "Bearer secret" or body["model"] != "other":
+    if body["model"] == "slow":
+        request.app[_NUM_ASKED][0] += 1
+        if request.app[_NUM_ASKED][0] > 4:  # somebody presses Ctrl-C while the fifth request is open
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+        body["model"] = "other"
+    elif request.headers.get("Authorization") != "Bearer secret" or body["model"] != "other":
         raise web.HTTPUnauthorized
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
@@ -39,8 +49,9 @@ def other_server() -> Iterator[str]:
     """A server of another make, in a thread of its own; its URL."""
     loop = asyncio.new_event_loop()
     app = web.Application()
+    app[_NUM_ASKED] = [0]
     app.add_routes([web.get("/v1/models", _models), web.post("/v1/completions", _complete)])
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True)
     loop.run_until_complete(runner.setup())
     site = web.TCPSite(runner, "127.0.0.1", 0)
     loop.run_until_complete(site.start())
@@ -68,6 +79,34 @@ def test_the_result_of_any_server_is_printed_and_written(
     assert (result["model"], result["options"]["concurrency"]) == ("other", 2)
     shown = capsys.readouterr().out
     assert "requests      4, failed 0" in shown and "TTFT" in shown
+
+
+@pytest.mark.usefixtures("sigint_is_heard")
+def test_ctrl_c_leaves_the_result_of_what_had_ended(
+    other_server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    options = ["--num-requests", "9", "--warmup", "2", "--output-tokens", "6", "--json", str(path)]
+
+    code = run(["bench", other_server, "--model", "slow", *options], {})
+
+    assert code == 130
+    result = json.loads(path.read_text())
+    assert (result["num_requests"], result["num_failed"], result["output_tokens"]) == (2, 0, 12)
+    assert result["is_interrupted"] and result["options"]["num_requests"] == 9
+    shown = capsys.readouterr()
+    assert "2 of 9 requests had ended" in shown.err and "requests      2, failed 0" in shown.out
+
+
+@pytest.mark.usefixtures("sigint_is_heard")
+def test_ctrl_c_before_any_request_has_ended_leaves_no_result(other_server: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    options = ["--warmup", "4", "--num-requests", "4", "--output-tokens", "6", "--json", str(path)]
+
+    with pytest.raises(KeyboardInterrupt):
+        run(["bench", other_server, "--model", "slow", *options], {})
+
+    assert not path.exists()
 
 
 def test_a_warm_up_that_fails_ends_the_run(other_server: str) -> None:

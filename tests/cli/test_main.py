@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.cli.device_check import check_device
+from pdserve.cli.errors import SettingError
+
+pytestmark = pytest.mark.timeout(180)
+
 COMMAND = [sys.executable, "-P", "-c", "from pdserve.cli.main import main; main()"]
 
 
@@ -17,7 +22,7 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
         [*COMMAND, *arguments],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         env=clean | (environment or {}),
         check=False,
     )
@@ -61,6 +66,22 @@ def test_ctrl_c_before_anything_is_loaded_ends_without_a_traceback() -> None:
     )
 
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("command", ["serve", "prefill", "decode", "generate"])
+def test_a_gpu_that_cannot_be_there_is_named_before_anything_slow(command: str) -> None:
+    try:
+        check_device("cuda")
+    except SettingError as error:
+        said = str(error)
+    else:
+        pytest.skip("there may be a GPU")
+    prompts = ["Hi"] if command == "generate" else []
+
+    result = run(command, "--device", "cuda", *prompts, environment={"REDIS_URL": "redis://127.0.0.1:1"})
+
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"pdserve: error: {said}\n" and said.startswith("--device: 'cuda' is not there: ")
 
 
 @pytest.mark.parametrize("command", ["serve", "gateway"])

@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import zmq
@@ -12,10 +13,20 @@ from pdserve.kvtransfer.sockets import NEVER_MS
 _NUM_MESSAGES = 500
 
 
+class _CountingSocket(zmq.Socket[bytes]):
+    """Counts how often it is looked at."""
+
+    num_looks = 0
+
+    def getsockopt(self, option: int) -> Any:
+        self.num_looks += 1
+        return super().getsockopt(option)
+
+
 @asynccontextmanager
 async def _ends() -> AsyncIterator[tuple[MessageReader, zmq.Socket[bytes], zmq.Socket[bytes]]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    far, near = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    far, near = context.socket(zmq.DEALER), context.socket(zmq.DEALER, socket_class=_CountingSocket)
     near.connect(f"tcp://127.0.0.1:{far.bind_to_random_port('tcp://127.0.0.1')}")
     reader = MessageReader(near)
     try:
@@ -117,6 +128,7 @@ async def test_a_reader_that_does_not_read_is_not_waited_for_forever() -> None:
 
         await asyncio.wait_for(reader.wait_all_read(), 30)
 
+        assert isinstance(near, _CountingSocket) and near.num_looks < 100, "it is waited for, not asked again and again"
         assert await asyncio.wait_for(reader.recv(), 30) == [b"unread"]
 
 

@@ -1,3 +1,4 @@
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -7,7 +8,16 @@ import zmq.asyncio
 from pdserve.control.codec import MAX_CAUSES, MAX_PEERS
 from pdserve.control.messages import OTHER_PEERS, LinkReport, ProbeLink
 from pdserve.control.transfer_reports import MAX_PEERS_REPORTED, measure_link, peer_reports
-from pdserve.kvtransfer import BlockReceiver, BlockSender, FailureCode, KVLayout
+from pdserve.kvtransfer import (
+    BlockReceiver,
+    BlockSender,
+    CurveKeys,
+    FailureCode,
+    KVLayout,
+    ReceiverConfig,
+    SenderConfig,
+    generate_keys,
+)
 from pdserve.kvtransfer.counters import PeerBook, PeerCounts, TransferCounts
 
 
@@ -107,6 +117,36 @@ async def test_what_differs_between_the_ends_is_named(field: str) -> None:
 
     assert (report.code, report.field) == ("layout_mismatch", field)
     assert field in report.message
+
+
+_OURS, _OTHERS = generate_keys(), generate_keys()
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(_OTHERS, _OURS), (None, _OURS), (_OTHERS, None)])
+async def test_keys_that_differ_or_are_at_one_end_only_are_named(
+    theirs: CurveKeys | None, ours: CurveKeys | None
+) -> None:
+    receiver, sender = ReceiverConfig(curve=theirs), SenderConfig(curve=ours, handshake_timeout_s=30.0)
+    with zmq.asyncio.Context() as context:
+        async with (
+            BlockReceiver.bind(
+                context, node_id="d", incarnation="d1", layout=LAYOUT, sink=Nowhere(), config=receiver
+            ) as end,
+            BlockSender(context, node_id="p", incarnation="p1", layout=LAYOUT, config=sender) as from_here,
+        ):
+            report = await measure_link(from_here, ProbeLink("x", end.endpoint, "d", "d1", 1000, 30.0))
+
+    assert report.field == "key" and "perhaps the keys of both ends differ" in report.message
+
+
+async def test_a_port_where_nobody_listens_differs_in_nothing() -> None:
+    with zmq.asyncio.Context() as context, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        probe = ProbeLink("x", f"tcp://127.0.0.1:{closed.getsockname()[1]}", "d", "d1", 1000, 30.0)
+        async with BlockSender(context, node_id="p", incarnation="p1", layout=LAYOUT) as sender:
+            report = await measure_link(sender, probe)
+
+    assert (report.code, report.field) == ("peer_lost", None)
 
 
 async def test_another_start_of_the_node_is_named_too() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.kvtransfer import IntegrityError, PeerAddress, ReceiverConfig, SenderConfig
+from pdserve.kvtransfer import IntegrityError, PeerAddress, ReceiverConfig, SenderConfig, hash_blocks
 from pdserve.kvtransfer.ring_door import hand_over_ring
 from pdserve.kvtransfer.ring_probe import ProbedRates, probed_rates
 from pdserve.kvtransfer.shared_ring import RingShape, RingView, SharedRing, UnusableRing
@@ -119,6 +119,19 @@ async def test_layers_are_due_over_shared_memory_once_there_are_enough_of_them(m
     await transfer.send_layers(pair.blocks()[:2], 1)
     assert not transfer.are_layers_due(range(3), 1, layer_bytes + 1)  # what has been sent does not count
     assert transfer.are_layers_due(range(3), 2, 4 * layer_bytes)
+
+
+@pytest.mark.parametrize("changes", [{"block_size": 2}, {"block_size": 8}, {"dtype": "int8"}])
+@pytest.mark.parametrize("shared_memory", ["always", "never"])
+async def test_no_layers_are_due_of_blocks_that_the_wire_has_otherwise(make_pair, layout, changes, shared_memory):
+    """The indexes are of the sender's blocks, of which there may be more than of the wire's."""
+    own = replace(layout, **changes)
+    pair = await make_pair(sender_config=SenderConfig(shared_memory=shared_memory), sender_layout=own)
+    hashes = partial(hash_blocks, range(10), salt="", model_digest=layout.model_digest)
+    transfer = await pair.sender.offer(pair.peer, "t1", hashes, 10, 30.0)
+    await transfer.granted()
+
+    assert not transfer.are_layers_due(range(-(-10 // own.block_size)), 1, 1)
 
 
 async def test_layers_are_due_at_once_where_they_travel_in_frames(make_pair):

@@ -103,6 +103,15 @@ class Cluster:
         """Wait until the gateway says that a token can be produced."""
         self.wait_until(lambda: self.get("/ready")[0] == 200, "ready")
 
+    def wait_for_nodes(self, count: int) -> None:
+        """Wait until so many nodes are known and each would be given work: a node is known before it is connected."""
+
+        def are_ready() -> bool:
+            nodes = self.status()["nodes"]
+            return len(nodes) == count and all(node["ready"] for node in nodes)
+
+        self.wait_until(are_ready, f"{count} nodes are ready")
+
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = _START_TIMEOUT_S) -> None:
         """Ask again and again until `condition` holds; fail with everybody's logs after the deadline."""
         deadline = time.monotonic() + timeout_s
@@ -193,7 +202,7 @@ def _running_cluster(
                 yield cluster  # whoever starts nodes waits for them
                 return
             cluster.wait_ready()
-            cluster.wait_until(lambda: len(cluster.status()["nodes"]) == prefill + decode, "all nodes are known")
+            cluster.wait_for_nodes(prefill + decode)
             yield cluster
         finally:
             cluster.stop()

@@ -9,7 +9,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 _BLOCK_SIZE = 8
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 _PROMPT = [7 + i % 180 for i in range(40)]
 _BLOCKS = ("--num-blocks", "48", "--num-threads", "1", "--max-num-batched-tokens", "64")

@@ -24,7 +24,7 @@ from pdserve.engine.engine_thread import EngineThread
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.kvtransfer import BlockSender, KVLayout, PeerAddress, TransferError, hash_blocks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 _MAX_TOKENS = 6
 _SAMPLING = SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0, seed=0, ignore_eos=True)

@@ -24,7 +24,7 @@ def test_drafts_are_verified_counted_and_forgone_where_a_request_says_so(tiny_mo
     )
     cluster.node_options = _NODE_OPTIONS  # prefill nodes do not speculate
     cluster.start_node("prefill", 0)
-    cluster.wait_until(lambda: len(cluster.status()["nodes"]) == 2, "both nodes are known")
+    cluster.wait_for_nodes(2)
 
     plain = _ask(cluster.url, speculative=False)
     drafted_for_nobody = _speculation(cluster)

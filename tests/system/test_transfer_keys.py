@@ -16,7 +16,7 @@ from pdserve.engine.sampling_params import SamplingParams
 from pdserve.kvtransfer.curve_keys import CurveKeys, generate_keys
 from pdserve.kvtransfer.sockets import present
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def _alone(model_dir: Path, **options: Any) -> list[list[int]]:
 def _cluster(start_cluster: Any, model_dir: Path, prefill: tuple[str, ...], decode: tuple[str, ...]) -> Any:
     cluster = start_cluster(model_dir, 0, 1, ("--num-blocks", "100", *decode))
     cluster.start_node("prefill", 0, *prefill)
-    cluster.wait_until(lambda: len(cluster.status()["nodes"]) == 2, "both nodes are known")
+    cluster.wait_for_nodes(2)
     return cluster
 
 

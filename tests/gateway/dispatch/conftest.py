@@ -82,7 +82,7 @@ async def faithful_to_each_branch(node: "ScriptedNode", peer: Peer, message: ToN
 
 
 class ScriptedNode:
-    """A peer on real sockets that says what its script says. `heard` keeps every task and cancel."""
+    """A peer on real sockets that says of a task what its script says. `heard` keeps every task and cancel."""
 
     def __init__(self, context: zmq.asyncio.Context, registry: NodeRegistry, info: NodeInfo) -> None:
         self._server = ControlServer.bind(context, "tcp://127.0.0.1:0")
@@ -118,10 +118,11 @@ class ScriptedNode:
                         self.heard.append(message)
                         if isinstance(message, PrefillTask | DecodeTask):
                             self.held.extend(message.task.attempt_ids)
+                            # Not of a cancellation: a test that is slow may hear one for what has ended long ago.
+                            tasks.create_task(self.script(self, peer, message), name="script")
                         elif isinstance(message, CancelTask) and message.attempt_id in self.held:
                             self.held.remove(message.attempt_id)
                         self.heard_more.set()
-                        tasks.create_task(self.script(self, peer, message), name="script")
                     elif self.answers_pings:
                         await self._server.send(peer, Pong(message.sequence, self.info, self.load, tuple(self.held)))
         finally:

@@ -103,6 +103,37 @@ async def test_without_a_prefill_node_the_decode_node_does_all(cluster) -> None:
         assert cluster.dispatcher.snapshot().routes[Route.LOCAL] == 1
 
 
+@pytest.mark.parametrize(("num_prefill", "planned"), [(0, Route.LOCAL), (1, Route.DISAGGREGATED)])
+async def test_the_planned_route_is_the_one_that_is_taken(cluster, num_prefill: int, planned: Route) -> None:
+    async with cluster:
+        await cluster.add(NodeRole.DECODE, "d1")
+        for number in range(num_prefill):
+            await cluster.add(NodeRole.PREFILL, f"p{number}")
+        request = cluster.request()
+
+        generation = await cluster.start(request)
+        routes = [generation.planned_route(), generation.planned_route()]
+        token_ids, _ = await _collect(generation)
+
+        assert routes == [planned, planned] and generation.stats.route is planned
+        assert token_ids == cluster.expected(request, 6) and generation.stats.num_attempts == 1
+
+
+async def test_a_plan_whose_node_is_lost_before_the_start_is_made_again(cluster) -> None:
+    async with cluster:
+        prefill, _ = await cluster.pair()
+        request = cluster.request()
+
+        generation = await cluster.start(request)
+        planned = generation.planned_route()
+        await cluster.kill(prefill)
+        await cluster.until(lambda: all(view.is_decode for view in cluster.pool.views()))
+        token_ids, _ = await _collect(generation)
+
+        assert planned is Route.DISAGGREGATED
+        assert token_ids == cluster.expected(request, 6) and generation.stats.route is not Route.DISAGGREGATED
+
+
 async def test_without_limit_or_seed_both_are_fixed_at_admission(cluster) -> None:
     async with cluster:
         prefill, decode = await cluster.pair()

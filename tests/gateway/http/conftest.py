@@ -56,6 +56,7 @@ class Script:
     is_endless: bool = False
     num_cached_tokens: int = 3
     logprob: Callable[[GenerationRequest], float] = lambda request: -0.5
+    planned: Route | None = Route.LOCAL
 
     def __post_init__(self) -> None:
         self.admit.set()
@@ -85,6 +86,9 @@ class ScriptedGeneration:
             self._script.num_cached_tokens if self.num_sent else None,
             StageTimings(first_token_ms=5.0 if self.num_sent else None),
         )
+
+    def planned_route(self) -> Route | None:
+        return self._script.planned
 
     async def finish_early(self, reason: FinishReason) -> None:
         self.ended = self.ended or f"early {reason}"

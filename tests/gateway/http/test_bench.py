@@ -39,7 +39,9 @@ async def test_an_open_loop_sends_while_earlier_requests_are_open(start_gateway:
 
     assert [record.error for record in records] == [None] * 5
     assert [record.num_output for record in records] == [8] * 5
-    assert [later.sent_at - earlier.sent_at for earlier, later in pairwise(records)] == (pytest.approx([0.001] * 4))
+    assert [later.sent_at - earlier.sent_at for earlier, later in pairwise(records)] == pytest.approx(
+        [0.001] * 4, abs=1e-6
+    )
 
 
 async def test_a_short_answer_and_a_broken_stream_are_failures(start_gateway: Callable) -> None:

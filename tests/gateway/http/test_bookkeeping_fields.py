@@ -83,12 +83,21 @@ async def test_every_protocol_tells_its_route_when_asked(gateway, path):
     assert headers["x-pdserve-route"] == "disaggregated" and "route_info" not in silent
 
 
+async def test_a_stream_without_a_plan_has_no_route_in_its_headers(gateway):
+    gateway.script.planned = None
+
+    body = {**BODIES["/v1/completions"], "stream": True}
+    async with gateway.session.post(gateway.url + "/v1/completions", json=body) as reply:
+        assert reply.status == 200 and "x-pdserve-route" not in reply.headers
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_stream_tells_its_route_when_asked(gateway, path):
     body = {**BODIES[path], "stream": True, "return_route_info": True}
     async with gateway.session.post(gateway.url + path, json=body) as reply:
         text = await reply.text()
 
+    assert reply.headers["x-pdserve-route"] == "local", "as planned; what came of it is in the last event"
     assert text.count('"route_info":[{"index":0,"route":"disaggregated"') == 1
 
 

@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from pdserve.gateway.content_coding import decoded
+from pdserve.gateway.content_coding import BodyTooLarge, decoded
 
 PATH = "/v1/completions"
 BODY = json.dumps({"model": "org/demo", "prompt": "Grüße"}).encode()
@@ -33,6 +33,7 @@ async def _send(gateway, content: bytes, **headers: str) -> tuple[int, dict, dic
         ("gzip", gzip.compress(BODY)),
         ("x-gzip", gzip.compress(BODY)),
         ("GZIP", gzip.compress(BODY)),
+        ("gzip", gzip.compress(BODY[:7]) + gzip.compress(b"") + gzip.compress(BODY[7:])),
         ("deflate", zlib.compress(BODY)),
         ("deflate", _bare(BODY)),
         ("identity", BODY),
@@ -62,10 +63,11 @@ async def test_another_coding_is_415_and_the_ones_that_are_taken_are_named(gatew
         ("gzip", b""),
         ("gzip", gzip.compress(BODY)[:-4]),
         ("gzip", gzip.compress(BODY) + b"more"),
-        ("gzip", gzip.compress(BODY) + gzip.compress(BODY)),
+        ("gzip", gzip.compress(BODY) + gzip.compress(b"")[:-1]),
         ("gzip", gzip.compress(BODY)[:-8] + bytes(8)),
         ("deflate", b""),
         ("deflate", zlib.compress(BODY)[:-1]),
+        ("deflate", zlib.compress(BODY) + zlib.compress(b"")),
         ("deflate", b"\x00not deflated"),
     ],
 )
@@ -87,6 +89,16 @@ async def test_a_small_body_that_stands_for_a_huge_one_is_refused_at_the_limit(s
     status, reply, _ = await _send(gateway, pack(bytes(3_000_000)), Content_Encoding=coding)
 
     assert (status, reply["error"]["code"]) == (413, "body_too_large")
+
+
+async def test_many_small_members_are_one_body_that_has_the_limit():
+    """More members than a piece of what is read has, and ends of members and of pieces in all places."""
+    members = [gzip.compress(b"%d," % number) for number in range(2000)]
+    body = b"".join(b"%d," % number for number in range(2000))
+
+    assert await decoded(b"".join(members), "gzip", len(body)) == body
+    with pytest.raises(BodyTooLarge):
+        await decoded(b"".join(members), "gzip", len(body) - 1)
 
 
 async def test_the_event_loop_goes_on_while_a_body_is_decoded():
