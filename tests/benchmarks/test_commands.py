@@ -14,7 +14,9 @@ _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("script", ["run.py", "render.py", "shared_cores.py", "fuzz_frames.py", "peers/environments.py"])
+@pytest.mark.parametrize(
+    "script", ["run.py", "render.py", "shared_cores.py", "fuzz_frames.py", "peers/environments.py"]
+)
 def test_help_says_what_a_script_does(script: str) -> None:
     command = [sys.executable, str(_BENCHMARKS / script), "--help"]
 
