@@ -256,7 +256,7 @@ class QueryTile {
     const int64_t first = std::clamp(first_visible(a_, last), tile_first, tile_end) - start;
     const int64_t end = std::clamp(last + 1, tile_first, tile_end) - start, seen = first < end ? padded(end) : begin;
     std::fill(scores + begin, scores + std::min(first, seen), -INFINITY);
-    std::fill(scores + end, scores + seen, -INFINITY);
+    std::fill(scores + std::min(end, seen), scores + seen, -INFINITY);
     Vec highs = splat(-INFINITY);
     for (int64_t i = begin; i < seen; i += kLanes) highs = larger(load(scores + i), highs);
     const float high = largest_lane(highs);

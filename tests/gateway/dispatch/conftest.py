@@ -92,7 +92,9 @@ class ScriptedNode:
         self.heard: list[ToNode] = []
         self.heard_more = asyncio.Event()
         self.answers_pings = True
-        self.held: list[str] = []  # what it says it holds: all it was ever given, unless a test takes it away
+        # What it says it holds, to who gave it: all it was ever given, unless a test takes it away.
+        self.held: list[str] = []
+        self._givers: dict[str, Peer] = {}
         self.load = NodeLoad(
             ready=True,
             running=0,
@@ -118,15 +120,19 @@ class ScriptedNode:
                         self.heard.append(message)
                         if isinstance(message, PrefillTask | DecodeTask):
                             self.held.extend(message.task.attempt_ids)
+                            self._givers |= dict.fromkeys(message.task.attempt_ids, peer)
                             # Not of a cancellation: a test that is slow may hear one for what has ended long ago.
                             tasks.create_task(self.script(self, peer, message), name="script")
                         elif isinstance(message, CancelTask) and message.attempt_id in self.held:
                             self.held.remove(message.attempt_id)
                         self.heard_more.set()
                     elif self.answers_pings:
-                        await self._server.send(peer, Pong(message.sequence, self.info, self.load, tuple(self.held)))
+                        await self._server.send(peer, Pong(message.sequence, self.info, self.load, self._held_for(peer)))
         finally:
             self._server.close()
+
+    def _held_for(self, peer: Peer) -> tuple[str, ...]:
+        return tuple(each for each in self.held if self._givers.get(each, peer) == peer)
 
     async def report(self, peer: Peer, task: GenerationTask, stage: Stage) -> None:
         await self._server.send(peer, StageReport(task.attempt_id, stage))
