@@ -1,6 +1,6 @@
 """What streams and long prompts get of the same cores: tokens/s of both, gaps, and whose threads had the time.
 
-    .venv/bin/python benchmarks/shared_cores.py pdserve pdserve-colocated pdserve-tpot100 --rounds 2
+    .venv/bin/python benchmarks/shared_cores.py pdserve pdserve-colocated pdserve-tpot150 --rounds 2
 
 Eight streams decode while two clients send one prompt of 2,048 tokens after the other. A window lasts from the answer
 to one prompt to that to another, so that no prompt is counted in part.
