@@ -127,7 +127,9 @@ class ScriptedNode:
                             self.held.remove(message.attempt_id)
                         self.heard_more.set()
                     elif self.answers_pings:
-                        await self._server.send(peer, Pong(message.sequence, self.info, self.load, self._held_for(peer)))
+                        await self._server.send(
+                            peer, Pong(message.sequence, self.info, self.load, self._held_for(peer))
+                        )
         finally:
             self._server.close()
 
