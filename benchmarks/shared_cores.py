@@ -11,9 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from interference import LONG_PROMPT, NUM_STREAMS, Window, gaps_in, settled, stream_on
 from peers.catalogue import OURS, system_of
@@ -24,7 +22,6 @@ from pdserve.cli.load_plan import Lengths, closed_loop
 from pdserve.cli.load_report import Spread
 
 _NUM_CLIENTS = 2
-_ROLES = ("prefill", "decode", "gateway")
 _LOOK_S = 0.02
 _ANSWER_TIMEOUT_S = 300.0
 
@@ -55,20 +52,20 @@ async def _window(server: RunningSystem, client: LoadClient, seconds: float, see
         tasks = [group.create_task(stream_on(client, steady, f"{seed} {index}")) for index in range(NUM_STREAMS)]
         await settled(steady)
         tasks += [group.create_task(_send_on(client, longs, numbers)) for _ in range(_NUM_CLIENTS)]
-        start, before = await _next_answer(longs), _cpu_s(server)
+        start, before = await _next_answer(longs), server.thread_cpu_s()
         await asyncio.sleep(seconds)
-        end, after = await _next_answer(longs), _cpu_s(server)
+        end, after = await _next_answer(longs), server.thread_cpu_s()
         for task in tasks:
             task.cancel()
     window = Window(start, end, end)
     prompts = sum(record.num_prompt for record in longs if record.events and start < record.events[0][0] <= end)
     output = sum(count for record in steady for at, count in record.events if start < at <= end)
     gaps = Spread.of(gap for record in steady for gap in gaps_in(record, window))
-    cores = {name: (after[name] - before[name]) / window.seconds for name in after}
+    cores = {thread: (after[thread] - before[thread]) / window.seconds for thread in after}
     return (
         f"{server.system.name}: prompts {prompts / window.seconds:.0f} and streams {output / window.seconds:.0f} "
         f"tokens/s, gaps p99 {gaps.p99 if gaps else 0.0:.0f} ms, cores: "
-        + ", ".join(f"{name} {value:.2f}" for name, value in cores.items() if value >= 0.01)
+        + ", ".join(f"{role} {kind} {value:.2f}" for (role, kind), value in cores.items() if value >= 0.01)
     )
 
 
@@ -91,19 +88,6 @@ async def _next_answer(longs: Sequence[StreamRecord]) -> float:
             raise SystemExit(f"no long prompt was answered for {_ANSWER_TIMEOUT_S:g} s")
         await asyncio.sleep(_LOOK_S)
     return max(record.events[0][0] for record in longs if record.events)
-
-
-def _cpu_s(server: RunningSystem) -> Counter[str]:
-    """Return CPU seconds so far by role, the first thread of a process (its event loop) apart from the others."""
-    spent: Counter[str] = Counter()
-    for pid in server.pids():
-        with contextlib.suppress(OSError):  # it has ended
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            role = next((word for word in words if word in _ROLES), "others")
-            for thread in Path(f"/proc/{pid}/task").iterdir():
-                kind = "event loop" if thread.name == str(pid) else "engine"
-                spent[f"{role} {kind}"] += int((thread / "schedstat").read_text().split()[0]) / 1e9
-    return spent
 
 
 if __name__ == "__main__":

@@ -151,16 +151,9 @@ async def answer_split(
 
 
 def _other_cpu_s(server: RunningSystem) -> float:
-    """Return the processor time of all but engines: of a node only the event loop and ZeroMQ count."""
-    nanoseconds = 0
-    for pid in server.pids():
-        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        is_node = b"prefill" in arguments or b"decode" in arguments
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            computes = is_node and thread.name != str(pid) and not (thread / "comm").read_text().startswith("ZMQ")
-            if not computes:
-                nanoseconds += int((thread / "schedstat").read_text().split()[0])
-    return nanoseconds / 1e9
+    """Return the processor time of all but engines."""
+    computing = {("prefill", "engine"), ("decode", "engine")}
+    return sum(spent for thread, spent in server.thread_cpu_s().items() if thread not in computing)
 
 
 def _stages(times: list[tuple[float, int]], route: dict[str, Any], spans: list[dict[str, Any]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ _URL = re.compile(r"^.*\bserving\b.*?(http://[\d.]+:\d+)", re.MULTILINE)
 _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.2
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_ROLES = ("prefill", "decode", "gateway")
 
 # Runs first and becomes the server: it is told to end when this process is gone, even by kill -9. Its session is as
 # nice as this process, which Linux does not see to by itself.
@@ -56,6 +58,22 @@ class RunningSystem:
     def pids(self) -> Sequence[int]:
         """Return its process and all below it."""
         return _tree(self.pid)
+
+    def thread_cpu_s(self) -> Counter[tuple[str, str]]:
+        """Return the CPU time so far by role and kind of thread, by the threads' own clocks.
+
+        The first thread of a process is its event loop; in nodes the others are ZeroMQ's and the engine's.
+        """
+        spent: Counter[tuple[str, str]] = Counter()
+        for pid in self.pids():
+            with suppress(OSError):  # it has ended
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                role = next((word for word in words if word in _ROLES), "others")
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    is_first, name = thread.name == str(pid), (thread / "comm").read_text()
+                    kind = "event loop" if is_first else "ZeroMQ" if name.startswith("ZMQ") else "engine"
+                    spent[role, kind] += int((thread / "schedstat").read_text().split()[0]) / 1e9
+        return spent
 
 
 @contextmanager
