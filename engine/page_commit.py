@@ -3,6 +3,9 @@
 The system clears a page when it is first written: while a pool is new that was a fifth of the time of short prompts.
 Taking the whole pool at once would hold memory that a laptop's demo never uses, so pages are taken a margin ahead of
 the blocks in use, by an engine that has nothing else to do.
+
+Clearing pages takes a core and the memory's bandwidth, and what has just been computed is then on its way to others
+that want both: all of the margin is for quiet moments, half of it for any.
 """
 
 import ctypes
@@ -23,9 +26,10 @@ class PageCommit:
         self._is_offered = sys.platform == "linux"
         self.num_committed = 0
 
-    def advance(self, num_used: int) -> bool:
-        """Take one more piece if less than the margin lies ahead of `num_used` bytes; False when nothing is to do."""
-        end = min(self._num_bytes, num_used + MARGIN_BYTES)
+    def advance(self, num_used: int, *, is_quiet: bool = True) -> bool:
+        """Take one more piece if less than the margin, or half of it where it is not quiet, lies ahead of `num_used`
+        bytes; False when nothing is to do."""
+        end = min(self._num_bytes, num_used + (MARGIN_BYTES if is_quiet else MARGIN_BYTES // 2))
         size = min(_PIECE_BYTES, end - self.num_committed)
         if size <= 0 or not self._is_offered:
             return False
