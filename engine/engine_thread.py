@@ -22,6 +22,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.errors import EngineStopped, StepInterrupted
 from pdserve.engine.follower import Follower
 from pdserve.engine.layer_progress import LayerProgress, LayerWatch
+from pdserve.engine.loop_bell import LoopBell
 from pdserve.engine.sequence import SequenceSpec
 from pdserve.engine.step_output import StepOutput
 from pdserve.engine.step_pace import StepPace, is_steady
@@ -34,6 +35,7 @@ T = TypeVar("T")
 _INTEGRITY_INTERVAL_S = 5.0
 _JOIN_TIMEOUT_S = 30.0
 _LOOK_AT_OTHERS_S = 0.004  # in a pause for their sake; nothing tells when they have stopped
+_LOAD_INTERVAL_S = 0.02  # of steady streams: who asks how busy the engine is does so every second
 _QUIET_S = 0.5  # without a step; what was computed last has then reached whom it is for
 
 
@@ -99,11 +101,11 @@ def _checked(output: StepOutput | None) -> StepOutput:
 class EngineThread:
     """Owns the thread and the streams; the engine itself is only ever touched inside the thread."""
 
-    def __init__(self, engine: Engine, core_share: CoreShare | None, pace: StepPace) -> None:
+    def __init__(self, engine: Engine, core_share: CoreShare | None, pace: StepPace, bell: LoopBell) -> None:
         self._engine = engine
         self._core_share = core_share
         self._pace = pace
-        self._loop = asyncio.get_running_loop()
+        self._bell = bell
         self._commands: queue.SimpleQueue[_Command[Any] | None] = queue.SimpleQueue()
         self._streams: dict[str, SequenceStream] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -111,11 +113,14 @@ class EngineThread:
         self._on_cache_changes: Callable[[list[BlockChange]], object] | None = None
         self._checked_at = time.monotonic()
         self._stepped_at = float("-inf")  # when the last step with an output ended
+        self._undelivered: list[StepOutput] = []
         self.facts = engine.facts
+        engine.before_kernels = self._hand_over
         engine.layer_watch = LayerWatch(
             engine.facts.num_layers, engine.facts.block_size, self._is_followed, self._tell_layers
         )
-        self.load = engine.load_now()  # replaced after each step and each round of commands
+        self.load = engine.load_now()  # replaced after each step, of steady streams now and then
+        self._load_at = time.monotonic()
         self.stopped = asyncio.Event()
         self.failure: BaseException | None = None
 
@@ -133,15 +138,16 @@ class EngineThread:
             ModelError: the file cannot be used.
         """
         core_share = None if core_share_file is None else CoreShare.open(core_share_file)
-        thread = cls(engine, core_share, StepPace(tpot_target_s))
-        thread._thread.start()
-        try:
-            yield thread
-        finally:
-            thread._commands.put(None)
-            engine.interrupt()
-            await asyncio.wait_for(thread.stopped.wait(), _JOIN_TIMEOUT_S)
-            thread._thread.join()
+        with LoopBell.open() as bell:
+            thread = cls(engine, core_share, StepPace(tpot_target_s), bell)
+            thread._thread.start()
+            try:
+                yield thread
+            finally:
+                thread._commands.put(None)
+                engine.interrupt()
+                await asyncio.wait_for(thread.stopped.wait(), _JOIN_TIMEOUT_S)
+                thread._thread.join()
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run `function` in the thread between two steps and return what it returns, or raise what it raises."""
@@ -149,7 +155,10 @@ class EngineThread:
             raise EngineStopped("the engine has stopped")
         command = _Command(function, Future())
         self._commands.put(command)
-        return await asyncio.wrap_future(command.result)
+        try:
+            return await asyncio.wrap_future(command.result)
+        finally:
+            self._bell.answer()  # what the thread has said before
 
     @asynccontextmanager
     async def computing(
@@ -231,17 +240,18 @@ class EngineThread:
             logger.exception("the engine has failed")
             self.failure = error
         finally:
+            self._hand_over()
             if self._core_share is not None:
                 self._core_share.close()
             self._engine.close()
-            self._loop.call_soon_threadsafe(self._end)
+            self._bell.call(EngineThread._end, self)
 
     def _work(self) -> None:
         can_step = False
         while self._run_commands(wait=not can_step):
             granted = self._engine.grant_imports()
             if granted:
-                self._loop.call_soon_threadsafe(self._deliver_grants, granted)
+                self._bell.call(self._deliver_grants, granted)
             if can_step and self._pause_s() > 0:
                 continue
             self._step_started_at = time.monotonic()
@@ -250,13 +260,33 @@ class EngineThread:
             outputs = self._engine.step()
             self._step_started_at = None
             if changes := self._engine.tiers.take_changes():
-                self._loop.call_soon_threadsafe(self._deliver_changes, changes)
-            if outputs:
-                self._loop.call_soon_threadsafe(self._deliver, outputs)
-                self._stepped_at = time.monotonic()
-            self.load = self._engine.load_now()
+                self._bell.call(self._deliver_changes, changes)
             # A step that computed nothing is repeated only after a command: nothing else can make room.
             can_step = bool(outputs) and self._engine.scheduler.has_work
+            self._end_step(outputs, can_step)
+
+    def _end_step(self, outputs: list[StepOutput], can_step: bool) -> None:
+        """Let others have the outputs and the load; of steady streams not before the next step is in its kernels, and
+        now and then: until then it needs the interpreter's lock, and every moment of it is one between two tokens."""
+        self._undelivered += outputs
+        now = time.monotonic()
+        if outputs:
+            self._stepped_at = now
+        is_steady_now = can_step and is_steady(self._engine.scheduler)
+        if not is_steady_now:
+            self._hand_over()
+        if not is_steady_now or now - self._load_at >= _LOAD_INTERVAL_S:
+            self._note_load(now)
+
+    def _note_load(self, now: float) -> None:
+        self.load = self._engine.load_now()
+        self._load_at = now
+
+    def _hand_over(self) -> None:
+        """Give the event loop what it was not given of the last step."""
+        if self._undelivered:
+            self._bell.call(self._deliver, self._undelivered)
+            self._undelivered = []
 
     def _run_commands(self, wait: bool) -> bool:
         """Run what is queued, waiting for the first command if asked to, or until a sequence has waited too long.
@@ -270,6 +300,8 @@ class EngineThread:
         if not wait and (pause_s := self._pause_s()) > 0:
             self._say_busy(False)
             wait, timeout_s = True, min(pause_s, _LOOK_AT_OTHERS_S)
+        if wait or not self._commands.empty():
+            self._hand_over()
         while wait or not self._commands.empty():
             try:
                 command = self._commands.get(timeout=timeout_s)
@@ -283,11 +315,12 @@ class EngineThread:
 
     def _pause_s(self) -> float:
         """Return for how long the next step is to wait for the sake of others."""
-        left_s = self._pace.left_s(time.monotonic())
+        now = time.monotonic()
+        left_s = self._pace.left_s(now)
         if not left_s or self._core_share is None or not self._core_share.is_wanted_by_others:
             return 0.0
-        self.load = self._engine.load_now()
-        return left_s if is_steady(self.load) else 0.0
+        self._note_load(now)
+        return left_s if is_steady(self._engine.scheduler) else 0.0
 
     def _say_busy(self, is_busy: bool) -> None:
         if self._core_share is not None:
@@ -313,7 +346,7 @@ class EngineThread:
         return stream is not None and stream.on_layers is not None
 
     def _tell_layers(self, progress: LayerProgress) -> None:
-        self._loop.call_soon_threadsafe(self._deliver_layers, progress)
+        self._bell.call(self._deliver_layers, progress)
 
     def _deliver_layers(self, progress: LayerProgress) -> None:
         stream = self._streams.get(progress.seq_id)

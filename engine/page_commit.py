@@ -30,6 +30,7 @@ class PageCommit:
         """Take one more piece if less than the margin, or half of it where it is not quiet, lies ahead of `num_used`
         bytes; False when nothing is to do."""
         end = min(self._num_bytes, num_used + (MARGIN_BYTES if is_quiet else MARGIN_BYTES // 2))
+        end -= end % mmap.PAGESIZE  # the next piece begins there
         size = min(_PIECE_BYTES, end - self.num_committed)
         if size <= 0 or not self._is_offered:
             return False

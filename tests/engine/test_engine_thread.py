@@ -1,12 +1,14 @@
 """The device thread: commands between steps, streams that end with it, nothing held once a block is left."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from pdserve.engine import engine_thread
 from pdserve.engine.block_pool import BlockUsage
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
@@ -16,6 +18,7 @@ from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.sequence import SequenceSpec
 from pdserve.engine.step_output import StepOutput
 
+_DEADLINE_S = 60
 _ENDLESS = SamplingParams(max_tokens=400, temperature=0.0, seed=0, ignore_eos=True)
 _SHORT = SamplingParams(max_tokens=5, temperature=0.0, seed=0, ignore_eos=True)
 
@@ -191,3 +194,81 @@ async def test_a_follower_is_told_that_the_engine_has_stopped(tiny_model: Any) -
 
     with pytest.raises(EngineStopped):
         await task
+
+
+async def test_a_token_is_told_before_the_next_one_is_computed(tiny_model: Any) -> None:
+    told: list[int] = []
+    is_told = threading.Event()
+
+    def take(output: StepOutput) -> bool:
+        told.append(output.output_position)
+        is_told.set()
+        return output.finish_reason is not None
+
+    def hold_kernels_up(engine: Engine) -> None:
+        run = engine._runner.run
+
+        def run_when_told(*arguments: Any) -> Any:
+            sequence = engine.scheduler.sequence("a")
+            assert sequence is not None
+            while len(told) < sequence.num_output_tokens:
+                assert is_told.wait(_DEADLINE_S)
+                is_told.clear()
+            return run(*arguments)
+
+        engine._runner.run = run_when_told  # type: ignore[method-assign]
+
+    async with _thread(tiny_model) as thread:
+        await thread.call(hold_kernels_up)
+        async with thread.computing(SequenceSpec("a", (5, 6, 7), _SHORT)) as (stream,):
+            await stream.follow(take)
+
+    assert told == [0, 1, 2, 3, 4]
+
+
+async def test_what_was_sampled_last_is_told_when_the_next_step_fails(tiny_model: Any) -> None:
+    told: list[int] = []
+
+    def take(output: StepOutput) -> bool:
+        told.append(output.output_position)
+        return False
+
+    def break_the_third_step(engine: Engine) -> None:
+        schedule = engine.scheduler.schedule
+
+        def schedule_or_fail(now: float) -> Any:
+            sequence = engine.scheduler.sequence("a")
+            if sequence is not None and sequence.num_output_tokens == 2:
+                raise ZeroDivisionError
+            return schedule(now)
+
+        engine.scheduler.schedule = schedule_or_fail  # type: ignore[method-assign]
+
+    async with _thread(tiny_model) as thread:
+        await thread.call(break_the_third_step)
+        with pytest.raises(EngineStopped):
+            async with thread.computing(SequenceSpec("a", (5, 6, 7), _SHORT)) as (stream,):
+                await stream.follow(take)
+
+    assert told == [0, 1]
+
+
+async def test_the_load_of_a_steady_stream_is_renewed(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "_LOAD_INTERVAL_S", 0.0)
+    spec = SequenceSpec("a", (5, 6, 7), _ENDLESS)
+    async with _thread(tiny_model) as thread, thread.computing(spec) as (stream,), asyncio.timeout(_DEADLINE_S):
+        await stream.next()
+        before = thread.load
+        while thread.load is before:
+            await stream.next()
+        assert thread.load.num_running == 1
+
+
+async def test_the_end_of_a_stream_shows_in_the_load_at_once(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "_LOAD_INTERVAL_S", 3_600.0)
+    async with _thread(tiny_model) as thread, asyncio.timeout(_DEADLINE_S):
+        async with thread.computing(SequenceSpec("a", (5, 6, 7), _SHORT)) as (stream,):
+            await stream.follow(lambda output: output.finish_reason is not None)
+        await thread.call(lambda engine: None)  # what comes after the last step is done
+
+        assert thread.load.num_running == 0
