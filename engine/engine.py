@@ -92,7 +92,6 @@ class Engine:
         self.tiers = tiers
         self.pool: BlockPool = scheduler.pool
         self.layer_watch: LayerWatch | None = None  # set by who ships blocks while a step runs
-        self.before_kernels: Callable[[], None] = _nothing  # set by whom the interpreter's lock is wanted beside
         self._prefill_rate: float | None = None
 
     @classmethod
@@ -222,7 +221,6 @@ class Engine:
         if batch.block_copies:
             self._runner.kv_cache.copy_blocks([(copy.source, copy.target) for copy in batch.block_copies])
         if self._speculator is not None:
-            self.before_kernels()
             batch = self._speculator.with_drafts(batch)
             self.tiers.flush()  # room for drafts may have come from the cache
         verified, scores = self._compute(batch)
@@ -331,9 +329,7 @@ class Engine:
         self._grammars.start(batch.spans)
         watch = None if self._runner.kv_cache.is_staged else self.layer_watch
         on_layer = None if watch is None else watch.of(batch)
-        model_input = ModelInput.build(batch, self.facts.block_size)
-        self.before_kernels()
-        logits = self._runner.run(model_input, on_scored, on_layer)
+        logits = self._runner.run(ModelInput.build(batch, self.facts.block_size), on_scored, on_layer)
         return sample_verified(self._sampler, logits, batch), scores
 
     def _forget_grammars(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> None:
@@ -353,10 +349,6 @@ class Engine:
             return
         rate = batch.num_tokens / seconds
         self._prefill_rate = rate if self._prefill_rate is None else 0.8 * self._prefill_rate + 0.2 * rate
-
-
-def _nothing() -> None:
-    pass
 
 
 def _identity(digest: str, dtype: str) -> str:

@@ -113,9 +113,7 @@ class EngineThread:
         self._on_cache_changes: Callable[[list[BlockChange]], object] | None = None
         self._checked_at = time.monotonic()
         self._stepped_at = float("-inf")  # when the last step with an output ended
-        self._undelivered: list[StepOutput] = []
         self.facts = engine.facts
-        engine.before_kernels = self._hand_over
         engine.layer_watch = LayerWatch(
             engine.facts.num_layers, engine.facts.block_size, self._is_followed, self._tell_layers
         )
@@ -240,7 +238,6 @@ class EngineThread:
             logger.exception("the engine has failed")
             self.failure = error
         finally:
-            self._hand_over()
             if self._core_share is not None:
                 self._core_share.close()
             self._engine.close()
@@ -266,27 +263,18 @@ class EngineThread:
             self._end_step(outputs, can_step)
 
     def _end_step(self, outputs: list[StepOutput], can_step: bool) -> None:
-        """Let others have the outputs and the load; of steady streams not before the next step is in its kernels, and
-        now and then: until then it needs the interpreter's lock, and every moment of it is one between two tokens."""
-        self._undelivered += outputs
+        """Let others have the outputs, and the load: of steady streams now and then, for every moment here is one
+        between two tokens."""
         now = time.monotonic()
         if outputs:
+            self._bell.call(self._deliver, outputs)
             self._stepped_at = now
-        is_steady_now = can_step and is_steady(self._engine.scheduler)
-        if not is_steady_now:
-            self._hand_over()
-        if not is_steady_now or now - self._load_at >= _LOAD_INTERVAL_S:
+        if not can_step or now - self._load_at >= _LOAD_INTERVAL_S or not is_steady(self._engine.scheduler):
             self._note_load(now)
 
     def _note_load(self, now: float) -> None:
         self.load = self._engine.load_now()
         self._load_at = now
-
-    def _hand_over(self) -> None:
-        """Give the event loop what it was not given of the last step."""
-        if self._undelivered:
-            self._bell.call(self._deliver, self._undelivered)
-            self._undelivered = []
 
     def _run_commands(self, wait: bool) -> bool:
         """Run what is queued, waiting for the first command if asked to, or until a sequence has waited too long.
@@ -300,8 +288,6 @@ class EngineThread:
         if not wait and (pause_s := self._pause_s()) > 0:
             self._say_busy(False)
             wait, timeout_s = True, min(pause_s, _LOOK_AT_OTHERS_S)
-        if wait or not self._commands.empty():
-            self._hand_over()
         while wait or not self._commands.empty():
             try:
                 command = self._commands.get(timeout=timeout_s)
