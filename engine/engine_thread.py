@@ -11,7 +11,6 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -151,12 +150,9 @@ class EngineThread:
         """Run `function` in the thread between two steps and return what it returns, or raise what it raises."""
         if self.stopped.is_set():
             raise EngineStopped("the engine has stopped")
-        command = _Command(function, Future())
-        self._commands.put(command)
-        try:
-            return await asyncio.wrap_future(command.result)
-        finally:
-            self._bell.answer()  # what the thread has said before
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._commands.put(_Command(function, result))
+        return await result
 
     @asynccontextmanager
     async def computing(
@@ -189,7 +185,7 @@ class EngineThread:
     def release(self, seq_id: str) -> None:
         """Free what a sequence holds: nobody wants more of it. Its stream stays open. Idempotent."""
         if not self.stopped.is_set():
-            self._commands.put(_Command(lambda engine: engine.scheduler.abort(seq_id), Future()))
+            self._commands.put(_Command(lambda engine: engine.scheduler.abort(seq_id), None))
 
     def on_cache_changes(self, tell: Callable[[list[BlockChange]], object]) -> None:
         """Let `tell` know, in the event loop, what comes into the cache and leaves it (`EngineConfig` must log it)."""
@@ -295,7 +291,7 @@ class EngineThread:
                 return True
             if command is None:
                 return False
-            command.run(self._engine)
+            command.run(self._engine, self._bell)
             wait = False
         return True
 
@@ -364,20 +360,30 @@ class EngineThread:
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
-                command.result.set_exception(EngineStopped("the engine has stopped"))
+                command.fail(EngineStopped("the engine has stopped"))
 
 
 class _Command(Generic[T]):
-    """A function to run in the thread and where its result goes."""
+    """A function to run in the thread and where its result goes, in the event loop, if anybody waits for it."""
 
-    def __init__(self, function: Callable[[Engine], T], result: "Future[T]") -> None:
-        self.function = function
-        self.result = result
+    def __init__(self, function: Callable[[Engine], T], result: "asyncio.Future[T] | None") -> None:
+        self._function = function
+        self._result = result
 
-    def run(self, engine: Engine) -> None:
-        if not self.result.set_running_or_notify_cancel():
+    def run(self, engine: Engine, bell: LoopBell) -> None:
+        """Run it unless who waited has left. In the thread."""
+        if self._result is not None and self._result.cancelled():
             return
         try:
-            self.result.set_result(self.function(engine))
+            bell.call(self._succeed, self._function(engine))
         except Exception as error:
-            self.result.set_exception(error)
+            bell.call(self.fail, error)
+
+    def _succeed(self, value: T) -> None:
+        if self._result is not None and not self._result.done():
+            self._result.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        """Let who waits have the error."""
+        if self._result is not None and not self._result.done():
+            self._result.set_exception(error)

@@ -50,8 +50,9 @@ class LoopBell:
             self._is_rung = True
             self._write(self._write_end, b"\0", ctypes.c_size_t(1))
 
-    def answer(self) -> None:
-        """Make the calls that wait. In the loop."""
+    def _on_ring(self) -> None:
+        os.read(self._read_end, 64)
+        self._is_rung = False  # before the calls are made: one that comes now rings again
         while self._calls:
             function, argument = self._calls.popleft()
             try:
@@ -59,8 +60,3 @@ class LoopBell:
             except Exception as error:
                 context = {"message": "a call from another thread has failed", "exception": error}
                 self._loop.call_exception_handler(context)
-
-    def _on_ring(self) -> None:
-        os.read(self._read_end, 64)
-        self._is_rung = False  # before the calls are made: one that comes now rings again
-        self.answer()
