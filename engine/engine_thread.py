@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -21,7 +22,6 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.errors import EngineStopped, StepInterrupted
 from pdserve.engine.follower import Follower
 from pdserve.engine.layer_progress import LayerProgress, LayerWatch
-from pdserve.engine.loop_bell import LoopBell
 from pdserve.engine.sequence import SequenceSpec
 from pdserve.engine.step_output import StepOutput
 from pdserve.engine.step_pace import StepPace, is_steady
@@ -100,11 +100,11 @@ def _checked(output: StepOutput | None) -> StepOutput:
 class EngineThread:
     """Owns the thread and the streams; the engine itself is only ever touched inside the thread."""
 
-    def __init__(self, engine: Engine, core_share: CoreShare | None, pace: StepPace, bell: LoopBell) -> None:
+    def __init__(self, engine: Engine, core_share: CoreShare | None, pace: StepPace) -> None:
         self._engine = engine
         self._core_share = core_share
         self._pace = pace
-        self._bell = bell
+        self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[_Command[Any] | None] = queue.SimpleQueue()
         self._streams: dict[str, SequenceStream] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -135,24 +135,23 @@ class EngineThread:
             ModelError: the file cannot be used.
         """
         core_share = None if core_share_file is None else CoreShare.open(core_share_file)
-        with LoopBell.open() as bell:
-            thread = cls(engine, core_share, StepPace(tpot_target_s), bell)
-            thread._thread.start()
-            try:
-                yield thread
-            finally:
-                thread._commands.put(None)
-                engine.interrupt()
-                await asyncio.wait_for(thread.stopped.wait(), _JOIN_TIMEOUT_S)
-                thread._thread.join()
+        thread = cls(engine, core_share, StepPace(tpot_target_s))
+        thread._thread.start()
+        try:
+            yield thread
+        finally:
+            thread._commands.put(None)
+            engine.interrupt()
+            await asyncio.wait_for(thread.stopped.wait(), _JOIN_TIMEOUT_S)
+            thread._thread.join()
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run `function` in the thread between two steps and return what it returns, or raise what it raises."""
         if self.stopped.is_set():
             raise EngineStopped("the engine has stopped")
-        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._commands.put(_Command(function, result))
-        return await result
+        command = _Command(function, Future())
+        self._commands.put(command)
+        return await asyncio.wrap_future(command.result)
 
     @asynccontextmanager
     async def computing(
@@ -185,7 +184,7 @@ class EngineThread:
     def release(self, seq_id: str) -> None:
         """Free what a sequence holds: nobody wants more of it. Its stream stays open. Idempotent."""
         if not self.stopped.is_set():
-            self._commands.put(_Command(lambda engine: engine.scheduler.abort(seq_id), None))
+            self._commands.put(_Command(lambda engine: engine.scheduler.abort(seq_id), Future()))
 
     def on_cache_changes(self, tell: Callable[[list[BlockChange]], object]) -> None:
         """Let `tell` know, in the event loop, what comes into the cache and leaves it (`EngineConfig` must log it)."""
@@ -237,14 +236,14 @@ class EngineThread:
             if self._core_share is not None:
                 self._core_share.close()
             self._engine.close()
-            self._bell.call(EngineThread._end, self)
+            self._loop.call_soon_threadsafe(self._end)
 
     def _work(self) -> None:
         can_step = False
         while self._run_commands(wait=not can_step):
             granted = self._engine.grant_imports()
             if granted:
-                self._bell.call(self._deliver_grants, granted)
+                self._loop.call_soon_threadsafe(self._deliver_grants, granted)
             if can_step and self._pause_s() > 0:
                 continue
             self._step_started_at = time.monotonic()
@@ -253,7 +252,7 @@ class EngineThread:
             outputs = self._engine.step()
             self._step_started_at = None
             if changes := self._engine.tiers.take_changes():
-                self._bell.call(self._deliver_changes, changes)
+                self._loop.call_soon_threadsafe(self._deliver_changes, changes)
             # A step that computed nothing is repeated only after a command: nothing else can make room.
             can_step = bool(outputs) and self._engine.scheduler.has_work
             self._end_step(outputs, can_step)
@@ -263,7 +262,7 @@ class EngineThread:
         between two tokens."""
         now = time.monotonic()
         if outputs:
-            self._bell.call(self._deliver, outputs)
+            self._loop.call_soon_threadsafe(self._deliver, outputs)
             self._stepped_at = now
         if not can_step or now - self._load_at >= _LOAD_INTERVAL_S or not is_steady(self._engine.scheduler):
             self._note_load(now)
@@ -291,7 +290,7 @@ class EngineThread:
                 return True
             if command is None:
                 return False
-            command.run(self._engine, self._bell)
+            command.run(self._engine)
             wait = False
         return True
 
@@ -328,7 +327,7 @@ class EngineThread:
         return stream is not None and stream.on_layers is not None
 
     def _tell_layers(self, progress: LayerProgress) -> None:
-        self._bell.call(self._deliver_layers, progress)
+        self._loop.call_soon_threadsafe(self._deliver_layers, progress)
 
     def _deliver_layers(self, progress: LayerProgress) -> None:
         stream = self._streams.get(progress.seq_id)
@@ -360,30 +359,20 @@ class EngineThread:
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
-                command.fail(EngineStopped("the engine has stopped"))
+                command.result.set_exception(EngineStopped("the engine has stopped"))
 
 
 class _Command(Generic[T]):
-    """A function to run in the thread and where its result goes, in the event loop, if anybody waits for it."""
+    """A function to run in the thread and where its result goes."""
 
-    def __init__(self, function: Callable[[Engine], T], result: "asyncio.Future[T] | None") -> None:
-        self._function = function
-        self._result = result
+    def __init__(self, function: Callable[[Engine], T], result: "Future[T]") -> None:
+        self.function = function
+        self.result = result
 
-    def run(self, engine: Engine, bell: LoopBell) -> None:
-        """Run it unless who waited has left. In the thread."""
-        if self._result is not None and self._result.cancelled():
+    def run(self, engine: Engine) -> None:
+        if not self.result.set_running_or_notify_cancel():
             return
         try:
-            bell.call(self._succeed, self._function(engine))
+            self.result.set_result(self.function(engine))
         except Exception as error:
-            bell.call(self.fail, error)
-
-    def _succeed(self, value: T) -> None:
-        if self._result is not None and not self._result.done():
-            self._result.set_result(value)
-
-    def fail(self, error: Exception) -> None:
-        """Let who waits have the error."""
-        if self._result is not None and not self._result.done():
-            self._result.set_exception(error)
+            self.result.set_exception(error)

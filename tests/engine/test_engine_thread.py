@@ -1,7 +1,6 @@
 """The device thread: commands between steps, streams that end with it, nothing held once a block is left."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -194,63 +193,6 @@ async def test_a_follower_is_told_that_the_engine_has_stopped(tiny_model: Any) -
 
     with pytest.raises(EngineStopped):
         await task
-
-
-async def test_a_token_is_told_before_the_next_one_is_computed(tiny_model: Any) -> None:
-    told: list[int] = []
-    is_told = threading.Event()
-
-    def take(output: StepOutput) -> bool:
-        told.append(output.output_position)
-        is_told.set()
-        return output.finish_reason is not None
-
-    def hold_kernels_up(engine: Engine) -> None:
-        run = engine._runner.run
-
-        def run_when_told(*arguments: Any) -> Any:
-            sequence = engine.scheduler.sequence("a")
-            assert sequence is not None
-            while len(told) < sequence.num_output_tokens:
-                assert is_told.wait(_DEADLINE_S)
-                is_told.clear()
-            return run(*arguments)
-
-        engine._runner.run = run_when_told  # type: ignore[method-assign]
-
-    async with _thread(tiny_model) as thread:
-        await thread.call(hold_kernels_up)
-        async with thread.computing(SequenceSpec("a", (5, 6, 7), _SHORT)) as (stream,):
-            await stream.follow(take)
-
-    assert told == [0, 1, 2, 3, 4]
-
-
-async def test_what_was_sampled_last_is_told_when_the_next_step_fails(tiny_model: Any) -> None:
-    told: list[int] = []
-
-    def take(output: StepOutput) -> bool:
-        told.append(output.output_position)
-        return False
-
-    def break_the_third_step(engine: Engine) -> None:
-        schedule = engine.scheduler.schedule
-
-        def schedule_or_fail(now: float) -> Any:
-            sequence = engine.scheduler.sequence("a")
-            if sequence is not None and sequence.num_output_tokens == 2:
-                raise ZeroDivisionError
-            return schedule(now)
-
-        engine.scheduler.schedule = schedule_or_fail  # type: ignore[method-assign]
-
-    async with _thread(tiny_model) as thread:
-        await thread.call(break_the_third_step)
-        with pytest.raises(EngineStopped):
-            async with thread.computing(SequenceSpec("a", (5, 6, 7), _SHORT)) as (stream,):
-                await stream.follow(take)
-
-    assert told == [0, 1]
 
 
 async def test_the_load_of_a_steady_stream_is_renewed(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
