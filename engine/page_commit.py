@@ -13,7 +13,7 @@ import mmap
 import sys
 
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14 and later: as if every page were written, without changing what is in it
-_PIECE_BYTES = 4 * 1024 * 1024  # a command waits for one piece, a few milliseconds
+_PIECE_BYTES = 1024 * 1024  # a command waits for one piece, some half a millisecond
 MARGIN_BYTES = 512 * 1024 * 1024
 
 
