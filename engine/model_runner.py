@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.available_cores import num_available_cores
+from pdserve.engine.block_pool import BlockId
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import DeviceMemory, Place, block_memory
 from pdserve.engine.errors import ModelError
@@ -22,7 +23,7 @@ from pdserve.engine.models.model_dir import ModelDir
 from pdserve.engine.models.transformers_checks import AdaptedShape
 from pdserve.engine.models.transformers_decoder import TransformersDecoder
 from pdserve.engine.models.weights import WeightFiles, load_decoder_weights
-from pdserve.engine.warm_up import largest_step
+from pdserve.engine.warm_up import largest_step, mixed_step
 from pdserve.kernels.kv_rows import kv_torch_dtype
 from pdserve.kernels.logit_edits import LogitEdits
 from pdserve.kernels.operations import Operations, choose_operations
@@ -144,8 +145,8 @@ class ModelRunner:
         return block_memory(config, memory, reserved)
 
     def warm_up(self, config: EngineConfig) -> None:
-        """Run the largest step and sample from it, so that kernels are compiled and memory is had before the first
-        request.
+        """Run the largest step and sample from it, decode beside a chunk and copy a block, so that kernels are compiled
+        and memory is had before the first request.
 
         It writes to block 0, which nobody holds yet.
         """
@@ -155,6 +156,9 @@ class ModelRunner:
             sample = self.row_sampler(sample_rows)
             for edits in (None, LogitEdits()):  # compiled apart
                 sample(logits[:1], [RowRequest(edits=edits)])
+        if self.max_model_len > 1:
+            self.run(mixed_step(config.block_size))
+        self.kv_cache.copy_blocks([(BlockId(0), BlockId(0))])
 
     def capture_graphs(self, config: EngineConfig) -> None:
         """Capture decode steps by size, where the decoder computes them without asking the device in between."""

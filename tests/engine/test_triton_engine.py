@@ -135,20 +135,28 @@ def test_tokens_are_sampled_where_the_logits_lie(model_dir: Path) -> None:
     assert results["3"][0].token_id == 40 != results["3"][1].token_id
 
 
-def test_what_samples_is_compiled_before_the_first_request(model_dir: Path) -> None:
-    """With edits and without; a GPU compiles a kernel when it is first launched."""
+def test_what_serving_launches_is_compiled_before_the_first_request(model_dir: Path) -> None:
+    """Sampling with edits and without, decoding beside a chunk, moving blocks; a GPU compiles a kernel when it is first
+    launched."""
+    from pdserve.kernels.triton.block_copy import move_words
+    from pdserve.kernels.triton.decode_attention import attend_part, merge_parts
+    from pdserve.kernels.triton.prefill_attention import attend_rows
     from pdserve.kernels.triton.sampling import sample_row
 
     config = EngineConfig(model_dir=model_dir, device="interpreter", num_blocks=4, max_num_batched_tokens=8)
     runner = ModelRunner.load(config, ModelDir.open(model_dir))
-    launched: list[bool] = []
-    sample_row.add_pre_run_hook(lambda *_, **named: launched.append(named["HAS_EDITS"]))
+    kernels = (sample_row, attend_rows, attend_part, merge_parts, move_words)
+    launched: list[tuple[str, bool]] = []
+    for kernel in kernels:
+        name = kernel.__name__
+        kernel.add_pre_run_hook(lambda *_, own=name, **named: launched.append((own, named.get("HAS_EDITS", False))))
     try:
         runner.warm_up(config)
     finally:
-        sample_row.pre_run_hooks.clear()
+        for kernel in kernels:
+            kernel.pre_run_hooks.clear()
 
-    assert launched == [False, True]
+    assert set(launched) == {(kernel.__name__, False) for kernel in kernels} | {("sample_row", True)}
     assert not runner.kv_cache.layer(0)[1:].any()  # and nobody's block was written
 
 
