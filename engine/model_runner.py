@@ -1,7 +1,8 @@
 """Weights, device and KV cache: runs one batch. Knows no requests."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,15 +70,15 @@ class ModelRunner:
             ModelError: the model is not supported, damaged, or its blocks do not fit the memory given.
         """
         place = Place.of(config.device)
-        num_threads = config.num_threads or num_available_cores()
         operations = choose_operations(
             config.dtype,
-            num_threads,
+            config.num_threads or num_available_cores(),
             use_cpu_kernels=config.use_cpu_kernels,
             triton_device=place.device if place.uses_triton else None,
             is_batch_invariant=config.batch_invariant,
         )
-        decoder = _load_decoder(config, model_dir, place, operations, on_progress)
+        with _weights_fit(model_dir.name, place.device):
+            decoder = _load_decoder(config, model_dir, place, operations, on_progress)
         shape = decoder.config
         max_model_len = min(config.max_model_len or shape.context_len, shape.context_len)
         cache_of = partial(_allocate, config, shape, place)
@@ -215,6 +216,14 @@ def has_own_decoder(model_impl: str, config: Mapping[str, Any]) -> bool:
     return model_impl == "own" or (model_impl == "auto" and config.get("model_type") in ARCHITECTURES)
 
 
+@contextmanager
+def _weights_fit(name: str, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:  # of a GPU
+        raise ModelError(f"{name} does not fit the memory of {device}: {error}") from error
+
+
 def _load_decoder(
     config: EngineConfig,
     model_dir: ModelDir,
@@ -241,7 +250,12 @@ def _load_decoder(
 def _allocate(config: EngineConfig, shape: DecoderConfig | AdaptedShape, place: Place, num_blocks: int) -> KVCache:
     size = (num_blocks, shape.num_layers, shape.num_kv_heads, config.block_size, shape.head_dim)
     dtype = kv_torch_dtype(config.resolved_kv_dtype)
-    return KVCache.allocate_on(place.device, *size, dtype) if place.uses_triton else KVCache.allocate(*size, dtype)
+    if not place.uses_triton:
+        return KVCache.allocate(*size, dtype)
+    try:
+        return KVCache.allocate_on(place.device, *size, dtype)
+    except RuntimeError as error:
+        raise ModelError(f"{num_blocks} KV blocks do not fit the memory of {place.device}: {error}") from error
 
 
 def _num_blocks(config: EngineConfig, runner: ModelRunner) -> int:

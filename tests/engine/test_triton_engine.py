@@ -13,7 +13,7 @@ import torch
 
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.errors import InvalidRequest
+from pdserve.engine.errors import InvalidRequest, ModelError
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.models.model_dir import ModelDir
 from pdserve.engine.sampling_params import SamplingParams
@@ -254,6 +254,11 @@ def test_preempted_blocks_wait_in_host_memory(model_dir: Path) -> None:
     _assert_equal(_run(ours, specs), _run(reference, specs))
 
     assert ours.load_now().num_swaps > 0
+
+
+def test_blocks_that_do_not_fit_the_device_are_told(model_dir: Path) -> None:
+    with pytest.raises(ModelError, match=f"{2**40} KV blocks do not fit the memory of cpu"):
+        _engine(model_dir, "interpreter", num_blocks=2**40)
 
 
 def test_a_device_that_is_not_there_is_refused_with_a_sentence(model_dir: Path) -> None:
