@@ -80,7 +80,7 @@ def check_launcher(name: str) -> None:
     """
     try:
         import_module("triton.runtime").driver.active.get_current_target()  # triton has no types
-    except (RuntimeError, AssertionError, OSError, subprocess.SubprocessError) as error:
+    except (RuntimeError, AssertionError, ImportError, OSError, subprocess.SubprocessError) as error:
         raise InvalidRequest(
             "device",
             f"{name!r}: triton cannot build what launches its kernels, for which it needs a C compiler and Python's "
