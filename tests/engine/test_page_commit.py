@@ -112,7 +112,7 @@ async def test_an_engine_that_holds_a_sequence_leaves_half_of_the_margin_for_lat
     cache = engine._runner.kv_cache
     margin = 32 * cache.block_size_bytes
     monkeypatch.setattr(page_commit, "MARGIN_BYTES", margin)
-    monkeypatch.setattr(page_commit, "_PIECE_BYTES", cache.block_size_bytes)
+    monkeypatch.setattr(page_commit, "_PIECE_BYTES", mmap.PAGESIZE)
     if not cache.commit_ahead(BlockId(0)):
         pytest.skip("this system takes no pages ahead")
 
