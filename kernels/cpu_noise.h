@@ -11,7 +11,6 @@
 
 namespace {
 
-constexpr int kGroup = 64;  // ids whose words are computed together
 constexpr uint64_t kMultiplier0 = 0xD2E7470EE14C6C93, kMultiplier1 = 0xCA5A826395121157;
 constexpr uint64_t kWeyl0 = 0x9E3779B97F4A7C15, kWeyl1 = 0xBB67AE8584CAA73B;
 
@@ -41,16 +40,18 @@ class Noise {
     words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
   }
 
-  void draw_group(uint64_t group, uint64_t* words) const;
+  // The words of the kDrawn ids from 4 * group on, that of the n-th at place_of(n); false if all are above `most`, and
+  // then they may be left unwritten.
+  bool draw_many(uint64_t group, uint64_t most, uint64_t* words) const;
 
  private:
   static constexpr int kRounds = 10;
   uint64_t seed_, high_, low_;  // c2 after two rounds is high_ xor what differs, c3 is low_
 };
 
-// Words of the kGroup ids from 4 * group on; that of the n-th lies at place_of(n).
 #if defined(__AVX512DQ__)
-constexpr int kVectors = 2;  // of eight counts each, side by side: one alone waits for its own products
+constexpr int kVectors = 4;  // of eight counts each, side by side: fewer wait for their own products, more gain nothing
+constexpr int kDrawn = 32 * kVectors;
 
 inline int64_t place_of(int64_t n) { return n / 32 * 32 + n % 4 * 8 + n % 32 / 4; }
 
@@ -76,7 +77,7 @@ inline void multiply_small(__m512i x, uint64_t multiplier, __m512i& high, __m512
 
 inline __m512i xor_all(__m512i a, __m512i b, __m512i c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
 
-inline void Noise::draw_group(uint64_t group, uint64_t* words) const {
+inline bool Noise::draw_many(uint64_t group, uint64_t most, uint64_t* words) const {
   __m512i c0[kVectors], c1[kVectors], c2[kVectors], c3[kVectors];
   for (int v = 0; v < kVectors; v++) {
     const __m512i counts = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
@@ -97,16 +98,24 @@ inline void Noise::draw_group(uint64_t group, uint64_t* words) const {
       c2[v] = xor_all(first_high, c3[v], key_1), c3[v] = first_low;
     }
   }
+  __m512i least = c0[0];
+  for (int v = 0; v < kVectors; v++)
+    for (const __m512i own : {c0[v], c1[v], c2[v], c3[v]}) least = _mm512_min_epu64(least, own);
+  if (!_mm512_cmple_epu64_mask(least, _mm512_set1_epi64(most))) return false;
   for (int v = 0; v < kVectors; v++, words += 32) {
     _mm512_storeu_si512(words, c0[v]), _mm512_storeu_si512(words + 8, c1[v]);
     _mm512_storeu_si512(words + 16, c2[v]), _mm512_storeu_si512(words + 24, c3[v]);
   }
+  return true;
 }
 #else
+constexpr int kDrawn = 64;
+
 inline int64_t place_of(int64_t n) { return n; }
 
-inline void Noise::draw_group(uint64_t group, uint64_t* words) const {
-  for (int quad = 0; quad < kGroup / 4; quad++) draw(group + quad, words + 4 * quad);
+inline bool Noise::draw_many(uint64_t group, uint64_t most, uint64_t* words) const {
+  for (int quad = 0; quad < kDrawn / 4; quad++) draw(group + quad, words + 4 * quad);
+  return *std::min_element(words, words + kDrawn) <= most;
 }
 #endif
 
