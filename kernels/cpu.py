@@ -7,6 +7,7 @@ never depends on the other rows. Built with the package (see pyproject.toml); wi
 
 import ctypes
 import importlib.machinery
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.attention import AttentionSpan
+from pdserve.kernels.attention import AttentionSpan, FlatSpans
 from pdserve.kernels.fused_layer import FusedLayer, GatedLayer, RowCache, Step, Weight
 from pdserve.kernels.packed_weight import PackedInt8Weight, PackedWeight
 from pdserve.kernels.rms_norm import rms_norm
@@ -280,9 +281,15 @@ class PackedSpans:
 
     def __init__(self, spans: Sequence[AttentionSpan]) -> None:
         self.spans = spans
-        self.table = torch.tensor(
-            [[s.query_start, s.query_len, s.context_len, s.block_table.data_ptr()] for s in spans], dtype=torch.int64
-        )
+        if isinstance(spans, FlatSpans):
+            places, address, size = array("q", spans.places), spans.tables.data_ptr(), spans.tables.itemsize
+            for index in range(3, len(places), 4):
+                places[index] = address + size * places[index]
+        else:
+            places = array("q")
+            for span in spans:
+                places.extend((span.query_start, span.query_len, span.context_len, span.block_table.data_ptr()))
+        self.table = torch.frombuffer(places, dtype=torch.int64).view(-1, 4) if places else torch.empty(0, 4)
 
 
 def runs_here(library: ctypes.CDLL) -> bool:
