@@ -52,7 +52,7 @@ class ModelInput:
         tensors of each sequence would cost more than all else.
         """
         rows = _Rows(block_size)
-        sample_rows: list[int] = []
+        sample_rows = array("q")
         scored = []
         for span in batch.spans:
             first_row, num_own = len(rows.token_ids), len(span.token_ids)
@@ -63,14 +63,13 @@ class ModelInput:
             if span.scored_token_ids:
                 targets = torch.tensor(span.scored_token_ids, dtype=torch.int64)
                 scored.append(ScoredRows(span.seq_id, first_row, targets, span.num_top_scores))
-        token_ids, positions, rope_lengths, slots = rows.tensors()
         return cls(
-            token_ids=token_ids,
-            positions=positions,
-            rope_lengths=rope_lengths,
-            slot_mapping=slots,
-            spans=FlatSpans(rows.places, torch.frombuffer(rows.tables, dtype=torch.int64)),
-            sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
+            token_ids=_tensor(rows.token_ids),
+            positions=_tensor(rows.positions),
+            rope_lengths=_tensor(rows.rope_lengths),
+            slot_mapping=_tensor(rows.slots),
+            spans=FlatSpans(rows.places, _tensor(rows.tables)),
+            sample_rows=_tensor(sample_rows),
             scored_rows=tuple(scored),
         )
 
@@ -121,7 +120,6 @@ class _Rows:
         self.rope_lengths.extend(max(place + 1, num_prompt_tokens) for place in range(start, end))
         self.slots.extend(table[place // block_size] * block_size + place % block_size for place in range(start, end))
 
-    def tensors(self) -> tuple[Tensor, ...]:  # each [num_rows] int64
-        """Return token ids, positions, rope lengths and slots."""
-        numbers = self.token_ids + self.positions + self.rope_lengths + self.slots
-        return torch.frombuffer(numbers, dtype=torch.int64).view(4, -1).unbind()
+
+def _tensor(numbers: "array[int]") -> Tensor:  # [len(numbers)] int64
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)

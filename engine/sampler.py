@@ -53,14 +53,14 @@ class Sampler:
         self._grammars = grammars
         self._answer = answer
         self._num_token_ids = min(num_token_ids, vocab_size)
+        self._has_other_ids = self._num_token_ids < vocab_size
         self._eos_ids = tuple(sorted(eos_ids))
 
     def sample(self, logits: Tensor, spans: Sequence[ScheduledSpan]) -> list[SampledToken]:
         """Sample for the spans that want it; row i of `logits` [num_rows, vocab_size] belongs to spans[i]."""
-        logits = logits[:, : self._num_token_ids]
+        logits = self._of_tokens(logits)
         known = self._beams(logits, spans)
         requests = []
-        assert len(logits) == len(spans)
         for index, span in enumerate(spans):
             try:
                 requests.append(_LIKELIEST if index in known else self._request(logits, index, span))
@@ -75,8 +75,11 @@ class Sampler:
     def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> list[TokenScore]:
         """Return how likely each given token was; row i of `logits` [num_rows, vocab_size] predicts token_ids[i]."""
         requests = [RowRequest(token_id=token_id, num_top=num_top) for token_id in token_ids.tolist()]
-        answers = self._answer(logits[:, : self._num_token_ids], requests)
+        answers = self._answer(self._of_tokens(logits), requests)
         return [TokenScore(math.nan if each.logprob is None else each.logprob, each.top_logprobs) for each in answers]
+
+    def _of_tokens(self, logits: Tensor) -> Tensor:
+        return logits[:, : self._num_token_ids] if self._has_other_ids else logits  # a view costs as much as a row
 
     def _request(self, logits: Tensor, index: int, span: ScheduledSpan) -> RowRequest:
         sampling = span.sampling
@@ -133,10 +136,11 @@ class Sampler:
 def _may_edit(sampling: SamplingParams, span: ScheduledSpan) -> bool:
     """Whether a request does anything to its logits; most do not, and need not be looked at closely."""
     return bool(
-        span.output_position < sampling.min_tokens
-        or sampling.has_penalties
+        span.seen is not None
+        or span.output_position < sampling.min_tokens
         or sampling.logit_bias
-        or sampling.needs_history
+        or sampling.bad_words_ids
+        or sampling.structured_outputs is not None
         or sampling.allowed_token_ids is not None
     )
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from pdserve.engine.block_pool import BlockId
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.sequence import Sequence
+from pdserve.kernels.hot_dataclass import hot_dataclass
 from pdserve.kernels.seen_tokens import SeenTokens
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class ScheduledSpan:
     """Tokens [start, start + len(token_ids)) of a sequence, to be computed in this step.
 

@@ -187,6 +187,8 @@ class Scheduler:
 
     def next_admissions(self) -> list[tuple[Sequence, int]]:
         """Return the sequences that may be admitted next, in order, and the blocks each needs with others' growth."""
+        if self._queues.waiting.first is None:
+            return []
         self._room.begin_pass()
         num_seats = max(0, self._config.max_num_seqs - len(self._queues.running))
         candidates = [

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.kernels.attention import AttentionSpan, FlatSpans
-from pdserve.kernels.fused_layer import FusedLayer, GatedLayer, RowCache, Step, Weight
+from pdserve.kernels.fused_layer import FusedLayer, GatedLayer, LayerSteps, RowCache, Weight
 from pdserve.kernels.packed_weight import PackedInt8Weight, PackedWeight
 from pdserve.kernels.rms_norm import rms_norm
 
@@ -35,6 +35,7 @@ class CpuKernels:
         self._library = library
         self._num_threads = num_threads
         self._is_int8 = is_int8
+        self._steps: LayerSteps | None = None  # of the layers that ran last
         self.lanes = int(library.pdserve_lanes())
         self._inputs = int(library.pdserve_inputs())
         self.description = f"compiled CPU kernels ({self.lanes} lanes, {num_threads} threads)"
@@ -60,7 +61,7 @@ class CpuKernels:
         _declare(library.pdserve_layers, _POINTER, _POINTER, _INT64)
         rope: list[type[Any]] = [_POINTER, _INT64, _POINTER, _POINTER, _INT64, cache, _POINTER, *[_INT64] * 4, _INT]
         _declare(library.pdserve_rope_store, *rope)
-        _declare(library.pdserve_sample, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _INT64, _INT)
+        _declare(library.pdserve_sample, _POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _INT64, _INT)
 
     @classmethod
     def load(cls, num_threads: int, *, is_int8: bool = False) -> "CpuKernels | None":
@@ -243,35 +244,19 @@ class CpuKernels:
         It is one call, so the interpreter's lock is let go and waited for once.
         """
         assert hidden.is_contiguous()
-        rows, slots, table = hidden.data_ptr(), slot_mapping.data_ptr(), spans.table.data_ptr()
-        counts = hidden.shape[0], spans.table.shape[0]
-        steps = [
-            Step(
-                rows,
-                *_rotation_pointers(rotation),
-                slots,
-                table,
-                RowCache.of(kv_blocks),
-                *counts,
-                0 if rotation is None else rotation[0].shape[1],
-                self._num_threads,
-            )
-            for rotation, kv_blocks in zip(rotations, kv_layers, strict=True)
-        ]
-        addresses = (ctypes.c_void_p * len(layers))(*[layer.address for layer in layers])
-        self._library.pdserve_layers(addresses, (Step * len(steps))(*steps), len(steps))
+        if self._steps is None or not self._steps.are_of(layers, kv_layers):
+            self._steps = LayerSteps(layers, kv_layers, self._num_threads)
+        steps = self._steps
+        steps.fill(hidden, rotations, slot_mapping, spans.table)
+        self._library.pdserve_layers(steps.addresses, steps.steps, len(layers))
 
-    def sample(
-        self,
-        rows: "ctypes.Array[ctypes.c_char]",
-        num_rows: int,
-        num_ids: int,
-        top_ids: "ctypes.Array[ctypes.c_int64]",
-        top_logprobs: "ctypes.Array[ctypes.c_double]",
-        max_top: int,
-    ) -> None:
-        """Answer rows as `cpu_sampling.h` lays them out, in place; see `CompiledRowSampler`."""
-        self._library.pdserve_sample(rows, num_rows, num_ids, top_ids, top_logprobs, max_top, self._num_threads)
+    def sample(self, logits: Tensor, rows: int, top_ids: int, top_logprobs: int, max_top: int) -> None:
+        """Answer rows as `cpu_sampling.h` lays them out, at the address `rows`, in place (see `CompiledRowSampler`)."""
+        num_rows, size = logits.shape
+        first, stride = logits.data_ptr(), logits.stride(0)
+        self._library.pdserve_sample(
+            rows, num_rows, first, stride, size, top_ids, top_logprobs, max_top, self._num_threads
+        )
 
 
 class PackedSpans:
@@ -301,10 +286,6 @@ def _lie_together(heads: Tensor) -> bool:
     """Return whether rows [..., num_rows, size] follow one another; the kernels know no other strides."""
     num_rows, size = heads.shape[-2:]
     return heads.stride(-1) == 1 and (num_rows == 1 or heads.stride(-2) == size)
-
-
-def _rotation_pointers(rotation: tuple[Tensor, Tensor] | None) -> tuple[int | None, int | None]:
-    return (None, None) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
 
 
 def _declare(function: Any, *arguments: type[Any]) -> None:

@@ -316,11 +316,12 @@ inline void sample_row(SamplingRow& row, int64_t size, int64_t* top_ids, double*
 
 }  // namespace
 
-// Answers each row; its likeliest tokens go to row i of top_ids and top_logprobs, max_top wide.
-extern "C" void pdserve_sample(void* rows, int64_t num_rows, int64_t size, int64_t* top_ids, double* top_logprobs,
-                               int64_t max_top, int num_threads) {
+// Answers row i of `logits`; its likeliest tokens go to row i of top_ids and top_logprobs, max_top wide.
+extern "C" void pdserve_sample(void* rows, int64_t num_rows, float* logits, int64_t stride, int64_t size,
+                               int64_t* top_ids, double* top_logprobs, int64_t max_top, int num_threads) {
   SamplingRow* all = static_cast<SamplingRow*>(rows);
   parallel(num_rows, num_threads, [=](int64_t i) {
+    all[i].logits = logits + i * stride;
     sample_row(all[i], size, top_ids + i * max_top, top_logprobs + i * max_top);
   });
 }
