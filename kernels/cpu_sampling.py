@@ -1,6 +1,5 @@
 """Compiled sampling (`cpu_sampling.h`) for all rows of a batch in one call, on the threads of the other kernels."""
 
-import ctypes
 from array import array
 from collections.abc import Sequence
 from struct import Struct
@@ -19,6 +18,7 @@ _LOGPROB = Struct("=d")  # its last field
 _EDITS = Struct("=QQqQQqQqQ4f")  # RowEdits
 _SAMPLE, _NOT_FINITE = -1, -2
 _NOTHING_SEEN = SeenTokens()
+_NO_IDS, _NO_BIASES = array("i"), array("f")
 
 
 class CompiledRowSampler:
@@ -80,8 +80,10 @@ class _PackedEdits:
     __slots__ = ("_kept", "address")
 
     def __init__(self, edits: LogitEdits, size: int) -> None:
-        bias_ids = array("i", [token_id for token_id, _ in edits.biases])
-        biases = array("f", [bias for _, bias in edits.biases])
+        bias_ids, biases = _NO_IDS, _NO_BIASES
+        if edits.biases:
+            bias_ids = array("i", [token_id for token_id, _ in edits.biases])
+            biases = array("f", [bias for _, bias in edits.biases])
         seen = _NOTHING_SEEN if edits.seen is None else edits.seen
         allowed_ids = None if edits.allowed_ids is None else array("i", edits.allowed_ids)
         banned = edits.banned
@@ -94,8 +96,8 @@ class _PackedEdits:
             0 if banned is None else banned.data_ptr(),
             *(edits.repetition, edits.presence, edits.frequency, 0.0),
         )
-        self._kept = (ctypes.create_string_buffer(packed), bias_ids, biases, seen, allowed_ids, banned)
-        self.address = ctypes.addressof(self._kept[0])
+        self._kept = (array("q", packed), bias_ids, biases, seen, allowed_ids, banned)
+        self.address = _address(self._kept[0])
 
 
 def _address(numbers: "array[int] | array[float]") -> int:

@@ -6,6 +6,8 @@ half in caches that a model has just emptied (see docs/performance.md, "How a st
 
 from typing import TYPE_CHECKING
 
+__all__ = ["hot_dataclass"]
+
 if TYPE_CHECKING:
     from dataclasses import dataclass as hot_dataclass
 else:
