@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.kernels.attention import AttentionSpan, FlatSpans
@@ -99,7 +98,7 @@ class CpuKernels:
 
     def embed(self, token_ids: Tensor, weight: Weight) -> Tensor:  # [num_tokens, hidden_size]
         """Return rows of the embedding; packed if it is the output head too."""
-        return F.embedding(token_ids, weight).float() if isinstance(weight, Tensor) else weight.rows(token_ids)
+        return weight.index_select(0, token_ids).float() if isinstance(weight, Tensor) else weight.rows(token_ids)
 
     def linear(
         self,

@@ -76,7 +76,8 @@ struct Parts32 {
 };
 
 #if defined(__AVX512VNNI__)
-// In parts of 52 bits, a sixth faster where the processor multiplies them. With m = p 2^12 + q, x = t 2^52 + y, r = q 2^40,
+// In parts of 52 bits, a sixth faster where the processor multiplies them. With m = p 2^12 + q, x = t 2^52 + y and
+// r = q 2^40:
 //   floor(x m / 2^64) = floor((t p 2^52 + y p + floor(y r / 2^52) + t r) / 2^52).
 struct Parts52 {
   __attribute__((target("avx512ifma"))) static void multiply(__m512i x, uint64_t multiplier, __m512i& high,

@@ -121,7 +121,10 @@ inline void strip_maxima(const std::vector<float>& maxima, int64_t first, float*
   constexpr int64_t kGroups = kDrawn / kGroup;
   std::fill(largest, largest + kStrip, kForbidden);
   const int64_t begin = first * kGroups, end = std::min<int64_t>(maxima.size(), begin + kStrip * kGroups);
-  for (int64_t i = begin; i < end; i++) largest[(i - begin) / kGroups] = std::max(largest[(i - begin) / kGroups], maxima[i]);
+  for (int64_t i = begin; i < end; i++) {
+    float& own = largest[(i - begin) / kGroups];
+    own = std::max(own, maxima[i]);
+  }
 }
 
 // Of all ids up to the last that is kept. Those of a run are drawn for at once, and compared with what its largest

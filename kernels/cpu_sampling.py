@@ -32,7 +32,7 @@ class CompiledRowSampler:
         (num_rows, size), (stride, step) = logits.shape, logits.stride()
         assert logits.dtype is torch.float32 and step == 1 and num_rows == len(requests)
         if stride < size:
-            logits, stride = logits.contiguous(), size  # rows are edited in place, each by its own thread
+            logits = logits.contiguous()  # rows are edited in place, each by its own thread
         edits = [None if request.edits is None else _PackedEdits(request.edits, size) for request in requests]
         rows = array("q", _packed(requests, edits, size))
         max_top = min(max((each.num_top or 0 for each in requests), default=0), size)
