@@ -208,7 +208,7 @@ class ModelRunner:
             for part in (part for scored in model_input.scored_rows for part in scored.parts(_MAX_SCORED_ROWS)):
                 rows = hidden[part.first_row : part.first_row + len(part.token_ids)]
                 on_scored(part, self._decoder.logits(rows).cpu())
-        return self._decoder.logits(hidden[model_input.sample_rows])
+        return self._decoder.logits(hidden.index_select(0, model_input.sample_rows))
 
 
 def has_own_decoder(model_impl: str, config: Mapping[str, Any]) -> bool:
