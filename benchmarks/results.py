@@ -10,7 +10,7 @@ from pathlib import Path
 from comparison import Run
 from ladder import Trial
 
-_SHOWN_FEATURES = ("avx2", "avx512f", "avx512_vnni", "amx_int8")
+_SHOWN_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
 
 
 @dataclass(frozen=True, slots=True)
