@@ -47,13 +47,17 @@ class QueryTile {
       : a_(a), span_(span), kv_head_(kv_head), token_(token), num_tokens_(num_tokens),
         group_(a.num_heads / a.num_kv_heads), row_bytes_(Row::size_bytes(a.head_dim)) {}
 
+  // Products of pairs take subnormal numbers as 0; what is around them does so too, on every build. Functions that a
+  // guard of the caller is to cover are not inlined, so that none of it is computed outside.
+  static constexpr bool kHasSubnormals = !std::is_same_v<Row, Bfloat16Row>;
+
   int64_t first_partition() const { return first_visible(a_, position(0)) / kPartition; }
   int64_t end_partition() const { return position(num_tokens_ - 1) / kPartition + 1; }
 
   // Floats of the result of one partition: for each row its values, its highest score and the sum of its weights.
   int64_t result_size() const { return num_rows() * (a_.head_dim + 2); }
 
-  void attend() {
+  __attribute__((noinline)) void attend() {
     thread_local std::vector<float> own;
     own.resize(2 * result_size());
     float* merged = own.data();
@@ -71,12 +75,17 @@ class QueryTile {
   }
 
   // Attends to the positions of one partition.
-  void compute(int64_t partition, float* result) {
-    if constexpr (std::is_same_v<Row, Bfloat16Row>) {
-      const WithoutSubnormals guard;  // as the products of pairs are
-      return compute_here(partition, result);
-    }
-    compute_here(partition, result);
+  __attribute__((noinline)) void compute(int64_t partition, float* result) {
+    const int64_t start = partition * kPartition;
+    const int64_t first = std::max(start, first_visible(a_, position(0)));
+    const int64_t end = std::min(start + kPartition, position(num_tokens_ - 1) + 1);
+    lay_out();
+    find_keys(start, first, end);
+    score_all(start, first, end);
+    for (int64_t row = 0; row < num_rows(); row++) soften(row, start, first, end, result);
+    if (!is_expanded()) return weigh_all<false>(start, first, end, result);
+    Products(scratch_).expand_values(first - start, end - start);
+    weigh_all<true>(start, first, end, result);
   }
 
   // Adds the result of one partition to what the rows have so far.
@@ -107,20 +116,6 @@ class QueryTile {
 
  private:
   typedef typename ProductsOf<Row>::Type Products;
-
-  // Not inlined, so that none of it is computed outside of the guard.
-  __attribute__((noinline)) void compute_here(int64_t partition, float* result) {
-    const int64_t start = partition * kPartition;
-    const int64_t first = std::max(start, first_visible(a_, position(0)));
-    const int64_t end = std::min(start + kPartition, position(num_tokens_ - 1) + 1);
-    lay_out();
-    find_keys(start, first, end);
-    score_all(start, first, end);
-    for (int64_t row = 0; row < num_rows(); row++) soften(row, start, first, end, result);
-    if (!is_expanded()) return weigh_all<false>(start, first, end, result);
-    Products(scratch_).expand_values(first - start, end - start);
-    weigh_all<true>(start, first, end, result);
-  }
 
   void lay_out() {
     thread_local Floats memory;

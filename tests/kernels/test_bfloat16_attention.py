@@ -95,7 +95,8 @@ def _partition(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return sums [tokens, heads, dim], highest scores and totals [tokens, heads] of at most 256 positions."""
     rounded = query.bfloat16().float().permute(2, 0, 1)[..., None]  # [dim, tokens, heads, 1]
-    scores = _chain(rounded, keys.permute(2, 0, 1)[:, None], torch.zeros(*query.shape[:2], keys.shape[1])) * scale
+    scores = _chain(rounded, keys.permute(2, 0, 1)[:, None], torch.zeros(*query.shape[:2], keys.shape[1]))
+    scores = _flushed(scores * scale)
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     highest = scores.amax(-1)
     weights = _coarse_exp(scores - highest[..., None]).nan_to_num(0.0).bfloat16().float()
@@ -121,11 +122,11 @@ def _defined(query: Tensor, kv_blocks: Tensor, span: AttentionSpan, scale: float
         maximum = torch.maximum(highest, found[1])
         keep = torch.where(highest > -torch.inf, _fine_exp(highest - maximum), 0.0)
         add = _fine_exp(found[1] - maximum)
-        merged = _fused(sums, keep[..., None], found[0] * add[..., None])
+        merged = _flushed(_fused(sums, keep[..., None], _flushed(found[0] * add[..., None])))
         sums = torch.where(is_any[..., None], merged, sums)
         totals = torch.where(is_any, _fused(totals, keep, found[2] * add), totals)
         highest = torch.where(is_any, maximum, highest)
-    return sums / totals[..., None]
+    return _flushed(sums / totals[..., None])
 
 
 def _assert_defined(kernels: CpuKernels, output: Tensor, expected: Tensor) -> None:
@@ -207,20 +208,23 @@ def test_builds_that_fuse_multiply_and_add_have_the_same_bits(soft_cap: float | 
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
-@pytest.mark.parametrize("tiny", ["keys", "values", "query", "products"])
+@pytest.mark.parametrize("tiny", ["keys", "values", "query", "products", "scores", "outputs"])
 def test_what_is_too_small_for_a_normal_number_counts_as_nothing(kernels: CpuKernels, tiny: str) -> None:
-    kv_blocks, query = torch.randn(8, 2, 2, 16, 48), torch.randn(9, 4, 48)
-    if tiny == "products":
+    kv_blocks, query = torch.randn(20, 2, 2, 16, 48), torch.randn(9, 4, 48)
+    scale = 1e-3 if tiny == "scores" else 0.3
+    if tiny in ("products", "scores"):
         kv_blocks *= 1e-25
-        query *= 1e-15
+        query *= 1e-15 if tiny == "products" else 1e-12
+    elif tiny == "outputs":
+        kv_blocks[:, 1] *= 2e-38
     else:  # every third is subnormal
         {"keys": kv_blocks[:, 0], "values": kv_blocks[:, 1], "query": query}[tiny][..., ::3] *= 3e-40
     kv_blocks = kv_blocks.bfloat16()
-    spans = _spans([(1, 100), (8, 71)], 16, 8)
+    spans = _spans([(1, 300), (8, 71)], 16, 20)
 
-    output = kernels.attention(query, kv_blocks, PackedSpans(spans), 0.3)
+    output = kernels.attention(query, kv_blocks, PackedSpans(spans), scale)
 
-    expected = torch.cat([_defined(query, kv_blocks, span, 0.3, None) for span in spans])
+    expected = torch.cat([_defined(query, kv_blocks, span, scale, None) for span in spans])
     _assert_defined(kernels, output, expected)
 
 
