@@ -82,7 +82,7 @@ class QueryTile {
     lay_out();
     find_keys(start, first, end);
     score_all(start, first, end);
-    for (int64_t row = 0; row < num_rows(); row++) soften(row, start, first, end, result);
+    soften_all(start, first, end, result);
     if (!is_expanded()) return weigh_all<false>(start, first, end, result);
     Products(scratch_).expand_values(first - start, end - start);
     weigh_all<true>(start, first, end, result);
@@ -243,29 +243,47 @@ class QueryTile {
       }
   }
 
-  // Scores become weights exp(score - highest); those of positions that the row does not see, 0. Sums of kSumLanes
-  // lanes are folded whatever the length of a vector, so that builds have the same bits.
+  void soften_all(int64_t start, int64_t first, int64_t end, float* result) {
+    for (int64_t token = 0; token < num_rows(); token += group_)
+      for (int64_t row = token; row < token + group_;) {
+        const int64_t left = token + group_ - row;
+        if (left >= 3) soften<3>(row, start, first, end, result), row += 3;
+        else if (left == 2) soften<2>(row, start, first, end, result), row += 2;
+        else soften<1>(row, start, first, end, result), row += 1;
+      }
+  }
+
+  // Scores of rows of one token become weights exp(score - highest); those of positions that the token does not see, 0.
+  // Rows take turns, since each waits for its own highest score. Sums of kSumLanes lanes are folded whatever the length
+  // of a vector, so that builds have the same bits.
+  template <int kRows>
   void soften(int64_t row, int64_t start, int64_t tile_first, int64_t tile_end, float* result) {
     constexpr int kVectors = kSumLanes / kLanes;
-    float* scores = scratch_.scores_of(row);
     const int64_t last = last_of(row);
     const int64_t begin = (tile_first - start) / kSumLanes * kSumLanes, all = padded(tile_end - start);
     const int64_t first = std::clamp(first_visible(a_, last), tile_first, tile_end) - start;
     const int64_t end = std::clamp(last + 1, tile_first, tile_end) - start, seen = first < end ? padded(end) : begin;
-    std::fill(scores + begin, scores + std::min(first, seen), -INFINITY);
-    std::fill(scores + std::min(end, seen), scores + seen, -INFINITY);
-    Vec highs = splat(-INFINITY);
-    for (int64_t i = begin; i < seen; i += kLanes) highs = larger(load(scores + i), highs);
-    const float high = largest_lane(highs);
-    Vec sums[kVectors] = {};
+    float* scores[kRows];
+    Vec highs[kRows], sums[kRows][kVectors];
+    for (int r = 0; r < kRows; r++) {
+      scores[r] = scratch_.scores_of(row + r), highs[r] = splat(-INFINITY);
+      std::fill(scores[r] + begin, scores[r] + std::min(first, seen), -INFINITY);
+      std::fill(scores[r] + std::min(end, seen), scores[r] + seen, -INFINITY);
+      for (int v = 0; v < kVectors; v++) sums[r][v] = Vec{};
+    }
+    for (int64_t i = begin; i < seen; i += kLanes)
+      for (int r = 0; r < kRows; r++) highs[r] = larger(load(scores[r] + i), highs[r]);
+    for (int r = 0; r < kRows; r++) highs[r] = splat(highest(result)[row + r] = largest_lane(highs[r]));
     for (int64_t i = begin; i < seen; i += kSumLanes)
-      for (int v = 0; v < kVectors; v++)
-        sums[v] += Products::keep_weights(scores, i + v * kLanes, splat(high));
-    Products::clear_weights(scores, seen, all);
-    for (int width = kVectors / 2; width > 0; width /= 2)
-      for (int v = 0; v < width; v++) sums[v] += sums[v + width];
-    highest(result)[row] = high;
-    totals(result)[row] = sum_lanes(sums[0]);
+      for (int r = 0; r < kRows; r++)
+        for (int v = 0; v < kVectors; v++)
+          sums[r][v] += Products::keep_weights(scores[r], i + v * kLanes, highs[r]);
+    for (int r = 0; r < kRows; r++) {
+      Products::clear_weights(scores[r], seen, all);
+      for (int width = kVectors / 2; width > 0; width /= 2)
+        for (int v = 0; v < width; v++) sums[r][v] += sums[r][v + width];
+      totals(result)[row + r] = sum_lanes(sums[r][0]);
+    }
   }
 
   static int64_t padded(int64_t count) { return (count + kSumLanes - 1) / kSumLanes * kSumLanes; }
