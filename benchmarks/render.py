@@ -48,13 +48,13 @@ def report(all_results: Sequence[Results]) -> str:
 
 def markdown(results: Results) -> str:
     """Return the table of a comparison: median and range of each figure, and ours as a ratio to each peer."""
-    runs = [replace(run, figures={**run.figures, "CPU s": run.cpu_s}) for run in results.runs]
+    runs = [replace(run, figures={**run.figures, "CPU s": run.cpu_s}) for run in results.in_order(results.runs)]
     kind = ", short runs" if results.is_quick else ""
     lines = []
     if runs:
         num_rounds = len({run.round for run in runs})
         lines += [f"{results.workload}{kind}, {num_rounds} alternating rounds, median (lowest to highest):", ""]
-        lines += [*_table(runs, _cell), ""]
+        lines += [*_table(runs, results.ours, _cell), ""]
     if results.trials:
         lines += [*_grid(results), ""]
     asked = {run.system for run in runs} | {trial.system for trial in results.trials}
@@ -69,15 +69,14 @@ def markdown(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(runs: Sequence[Run], cell: Callable[[Sequence[float]], str]) -> list[str]:
+def _table(runs: Sequence[Run], ours: str, cell: Callable[[Sequence[float]], str]) -> list[str]:
     names = names_in_order(runs)
-    lines = [
-        f"| | {' | '.join([*names, *(f'{names[0]} / {peer}' for peer in names[1:])])} |",
-        "|---" * (2 * len(names)) + "|",
-    ]
+    peers = names[1:] if names[0] == ours else []  # without a run of ours, no ratio is of it
+    columns = [*names, *(f"{ours} / {peer}" for peer in peers)]
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
     for figure in runs[0].figures:
         cells = [cell(values_of(runs, name, figure)) for name in names]
-        cells += [cell(ratios_of(runs, figure, peer)) for peer in names[1:]]
+        cells += [cell(ratios_of(runs, figure, peer)) for peer in peers]
         lines.append(f"| {figure} | {' | '.join(cells)} |")
     return lines
 
@@ -85,15 +84,14 @@ def _table(runs: Sequence[Run], cell: Callable[[Sequence[float]], str]) -> list[
 def _grid(results: Results) -> list[str]:
     """Return the goodput by promise, and what has to be known to read it."""
     rates = sorted({trial.rate_per_s for trial in results.trials})
-    order = list(results.settings)  # ours first, whoever began first
-    found = sorted(goodputs(results.trials, GRID), key=lambda run: order.index(run.system))
+    found = results.in_order(goodputs(results.trials, GRID))
     unfinished = [f"{run.system} in round {run.round}" for run in found if not results.has(run.system, run.round)]
     lines = [
         "Requests a second at which 90 % have their first token within the first time, and each further one within the "
         "second on average, median of the rounds; "
         f"asked were {_short(rates[0])} to {_short(rates[-1])}, and 0 is less than the least:",
         "",
-        *_table(found, _median),
+        *_table(found, results.ours, _median),
         "",
     ]
     lines += [f"- ended early, so that its figures are the least they can be: {one}" for one in unfinished]
@@ -133,7 +131,7 @@ def _short(value: float) -> str:
 
 def svg(results: Results, figure: str) -> str:
     """Return a bar for each system: its median, a line over its range, a dot for each round."""
-    runs: Sequence[Run] = results.runs
+    runs = results.in_order(results.runs)
     names = [name for name in names_in_order(runs) if values_of(runs, name, figure)]
     top = max(value for name in names for value in values_of(runs, name, figure)) or 1.0
     width, height, bar = 170 * len(names) + 60, 260, 70

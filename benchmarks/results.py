@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -58,6 +58,16 @@ class Results:
     def has_figures(self) -> bool:
         """Whether there is anything to show."""
         return bool(self.runs or self.trials)
+
+    @property
+    def ours(self) -> str:
+        """The system that ratios are of."""
+        return next(iter(self.settings))
+
+    def in_order(self, runs: Sequence[Run]) -> list[Run]:
+        """Return runs ordered by system, ours first, whichever ended first."""
+        order = list(self.settings)
+        return sorted(runs, key=lambda run: order.index(run.system))
 
     def has(self, system: str, number: int) -> bool:
         """Return whether the run of `system` in a round is there."""

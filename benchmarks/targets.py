@@ -63,6 +63,9 @@ def verdicts(all_results: Sequence[Results]) -> list[Verdict]:
 
 
 def _ratios(goal: Goal, results: Results) -> dict[str, float]:
-    names = names_in_order(results.runs)[1:]
-    ratios = {name: ratio_of(results.runs, goal.figure, name) for name in names if name.startswith(goal.peers)}
+    runs = results.in_order(results.runs)
+    ours, *names = names_in_order(runs) or [""]
+    if ours != results.ours:
+        return {}
+    ratios = {name: ratio_of(runs, goal.figure, name) for name in names if name.startswith(goal.peers)}
     return {name: ratio for name, ratio in ratios.items() if ratio is not None}

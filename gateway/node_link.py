@@ -89,8 +89,10 @@ class NodeLink:
         """Send at once.
 
         Raises:
-            ChannelLost: the node is gone.
+            ChannelLost: the node is gone; the text says why.
         """
+        if self._lost_reason is not None:
+            raise ChannelLost(self._lost_reason)
         self._client.send(message)
 
     async def run(self) -> str:
@@ -103,12 +105,12 @@ class NodeLink:
                 pinging = tasks.create_task(self._ping(), name=f"ping {self.info.node_id}")
                 loops = (watching, receiving, pinging)
                 done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
-                if watching in done:  # no new work, but what it said last may be the end of a stream
-                    self._lost_reason = watching.result()
+                reason = next(loop.result() for loop in loops if loop in done)
+                self._lost_reason = reason  # no new work from now on
+                if watching in done:  # but what it said last may be the end of a stream
                     await self._client.wait_all_read()
                 for loop in loops:
                     loop.cancel()
-            reason = next(loop.result() for loop in loops if loop in done)
         finally:
             self._lose(reason)
         return reason

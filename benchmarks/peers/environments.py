@@ -33,10 +33,12 @@ def peer_python(name: str) -> Path:
     """Return the interpreter of a peer's environment.
 
     Raises:
-        SystemExit: it is not installed; the text says how.
+        SystemExit: it is not installed, or by another Python; the text says how to do it.
     """
     if not is_installed(name):
         raise SystemExit(f"{name} is not installed: {sys.executable} benchmarks/peers/environments.py {name}")
+    if name in _LINKED:
+        _link_ours(name)  # each time: it may have been made from another checkout, which is gone
     return _ROOT / name / "bin" / "python"
 
 
@@ -58,7 +60,7 @@ def install(name: str) -> None:
     if _REQUIREMENTS[name]:
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *_REQUIREMENTS[name]], check=True)
     if name in _LINKED:
-        _link_ours(python)
+        _link_ours(name)
     if name in _BROKEN:
         subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *_BROKEN[name]], check=True)
     distribution = (_REQUIREMENTS[name] or (name,))[0]
@@ -67,11 +69,13 @@ def install(name: str) -> None:
     (target / ".complete").write_text(f"{distribution} {version.splitlines()[-1]}\n")
 
 
-def _link_ours(python: Path) -> None:
-    """Let the environment of `python` import what ours has, behind its own packages."""
-    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    packages = subprocess.run([str(python), "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-    (Path(packages) / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
+def _link_ours(name: str) -> None:
+    """Let a peer's environment import what ours has, behind its own packages."""
+    base = str(_ROOT / name)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": base, "platbase": base}))
+    if not packages.is_dir():  # made by a Python of another version, which cannot load our packages
+        raise SystemExit(f"{name} is of another Python: {sys.executable} benchmarks/peers/environments.py {name}")
+    (packages / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
 
 def demo_model_dir() -> Path:

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +35,25 @@ def test_every_line_of_tuning_makes_names_that_exist(load: Load, monkeypatch: py
             assert system.settings.startswith(f"{family} 1.0, ") and Path(system.command[1]).exists()
     with pytest.raises(SystemExit, match="cannot be tuned"):
         catalogue.axes_of("pdserve")
+
+
+def test_a_peer_finds_the_packages_of_the_checkout_that_asks(
+    load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environments = load("peers.environments")
+    monkeypatch.setattr(environments, "_ROOT", tmp_path)
+    base = {"base": str(tmp_path / "ctranslate2"), "platbase": str(tmp_path / "ctranslate2")}
+    packages = Path(sysconfig.get_path("purelib", "venv", base))
+    (tmp_path / "ctranslate2").mkdir()
+    (tmp_path / "ctranslate2" / ".complete").write_text("ctranslate2 4\n")
+    with pytest.raises(SystemExit, match="of another Python"):
+        environments.peer_python("ctranslate2")
+    packages.mkdir(parents=True)
+    (packages / "ours.pth").write_text("/a/checkout/that/is/gone\n")
+
+    environments.peer_python("ctranslate2")
+
+    assert (packages / "ours.pth").read_text() == sysconfig.get_path("purelib") + "\n"
 
 
 _SERVER = """

@@ -73,6 +73,24 @@ def test_a_latency_must_stay_under_its_goal(load: Load) -> None:
     assert (verdict.peer, verdict.is_met) == ("llamacpp-q8_0-noram", False)
 
 
+def test_ratios_are_of_ours_whoever_ended_first(load: Load) -> None:
+    figure = "goodput requests/s"
+    results = _results(load, "W6", figure, {"pdserve": [12.0], "vllm-float32": [4.0], "vllm-bfloat16": [6.0]})
+    results.runs.reverse()
+
+    [verdict] = load("targets").verdicts([results])
+
+    assert (verdict.peer, verdict.ratio) == ("vllm-bfloat16", 2.0)
+    assert "| | pdserve | vllm-float32 | vllm-bfloat16 | pdserve / vllm-float32 |" in load("render").markdown(results)
+
+
+def test_without_ours_there_is_no_ratio(load: Load) -> None:
+    results = _results(load, "W6", "goodput requests/s", {"pdserve": [], "vllm-float32": [4.0], "llamacpp": [2.0]})
+
+    assert load("targets").verdicts([results]) == []
+    assert "| | vllm-float32 | llamacpp |\n" in load("render").markdown(results)
+
+
 def test_the_report_names_goals_machine_tuning_and_what_was_left_out(load: Load) -> None:
     results = _results(load, "W5", "warm TTFT ms", {"pdserve": [40.0], "llamacpp-q8_0": [100.0]})
     tried = load("results").Tried

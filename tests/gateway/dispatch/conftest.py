@@ -180,7 +180,7 @@ class Cluster:
 
     def __init__(self, redis_url: str, context: zmq.asyncio.Context) -> None:
         self._redis_url = redis_url
-        self._context = context
+        self.context = context
         self._running: dict[str, asyncio.Task[None]] = {}
         self.dispatch_config = DispatchConfig(migration_wait_s=30.0, gap_timeout_s=30.0)
         self.pool_config = PoolConfig(poll_s=0.05, ping_s=0.05, silence_s=0.5, reconnect_s=0.1, forget_s=0.5)
@@ -190,7 +190,7 @@ class Cluster:
         keyspace = Keyspace("test")
         self.registry = NodeRegistry(self.redis, keyspace, lease_s=2.0)
         self.store = RequestStore(self.redis, keyspace)
-        self.pool = NodePool(self.registry, self._context, self.pool_config, "gateway-1")
+        self.pool = NodePool(self.registry, self.context, self.pool_config, "gateway-1")
         self.recorder = RequestRecorder(self.store)
         self.dispatcher = Dispatcher(self.pool, self.store, self.recorder, self.dispatch_config, "gateway-1")
         self._tasks = asyncio.TaskGroup()
@@ -235,7 +235,7 @@ class Cluster:
             num_blocks=256,
             version="0.1.0",
         )
-        node = ScriptedNode(self._context, self.registry, dataclasses.replace(info, **changes))
+        node = ScriptedNode(self.context, self.registry, dataclasses.replace(info, **changes))
         self._running[node_id] = self._tasks.create_task(node.run(), name=f"scripted {node_id}")
         return node
 

@@ -1,7 +1,12 @@
 import asyncio
 import dataclasses
 
-from pdserve.control.messages import NodeRole
+import pytest
+
+from pdserve.control.channel import ControlClient
+from pdserve.control.errors import ChannelLost
+from pdserve.control.messages import CancelTask, NodeRole
+from pdserve.gateway.node_link import NodeLink
 
 
 async def test_nodes_are_found_with_what_they_say_of_themselves(cluster) -> None:
@@ -46,6 +51,21 @@ async def test_a_node_that_hangs_and_wakes_is_used_again(cluster) -> None:
         decode.answers_pings = True
 
         await cluster.until(lambda: cluster.pool.is_alive(decode.key))
+
+
+async def test_who_sends_to_a_silent_node_hears_why_it_is_lost(cluster) -> None:
+    async with cluster:
+        decode = await cluster.add(NodeRole.DECODE, "d1")
+        client = ControlClient.connect(cluster.context, decode.info.control_endpoint)
+        link = NodeLink(decode.info, client, cluster.pool_config, "gateway-2", lambda: None)
+        decode.answers_pings = False
+
+        async with asyncio.timeout(30):
+            reason = await link.run()
+
+        assert reason.startswith("it has been silent for")
+        with pytest.raises(ChannelLost, match=reason):
+            link.send(CancelTask("attempt", "left"))
 
 
 async def test_an_engine_without_progress_is_a_lost_node(cluster) -> None:
