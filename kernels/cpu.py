@@ -1,8 +1,8 @@
 """The compiled CPU kernels: found, chosen for this processor and called through ctypes.
 
-Each function has the result of the torch reference of the same name up to rounding; unlike it, the result of a row
-never depends on the other rows. Built with the package (see pyproject.toml); without a compiler there is none, and
-`load` returns None.
+Each function has the result of the torch reference of the same name up to rounding (attention over a cache of bfloat16
+rounds queries and weights to bfloat16, too); unlike it, the result of a row never depends on the other rows. Built with
+the package (see pyproject.toml); without a compiler there is none, and `load` returns None.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 // The rows of a KV cache. A row is one head of one token: float32, or rounded to bfloat16, float16, or int8 with a
-// scale. It is written once; attention expands it to float32 as it reads it, and every build expands and rounds to the
-// same bits.
+// scale. It is written once; attention expands it to float32 as it reads it, or multiplies pairs of bfloat16 as they
+// are, and every build expands and rounds to the same bits.
 
 #pragma once
 
