@@ -72,14 +72,14 @@ class Launch:
     def source(self) -> ASTSource:
         """Return the kernel with the types and the specialisation of its arguments."""
         signature, constants, attributes = {}, {}, {}
-        is_constexpr = {parameter.name: parameter.is_constexpr for parameter in self.kernel.params}
-        for index, (name, value) in enumerate(self.arguments.items()):
-            if is_constexpr[name] or value == 1 if isinstance(value, int) else is_constexpr[name]:
+        for index, (parameter, value) in enumerate(zip(self.kernel.params, self.arguments.values(), strict=True)):
+            name, is_specialized = parameter.name, not parameter.do_not_specialize
+            if parameter.is_constexpr or (is_specialized and isinstance(value, int) and value == 1):
                 signature[name], constants[name] = "constexpr", value
                 continue
             signature[name] = _type_of(value)
             is_aligned = value.data_ptr() % _ALIGNMENT == 0 if isinstance(value, Tensor) else _is_multiple(value)
-            if is_aligned:
+            if is_aligned and is_specialized:
                 attributes[(index,)] = [["tt.divisibility", _ALIGNMENT]]
         return ASTSource(self.kernel, signature, constants, attributes)
 

@@ -1,14 +1,19 @@
 """Where the engine computes: what the setting `device` means on this machine, and how much of a GPU is for blocks."""
 
+import logging
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.errors import InvalidRequest, ModelError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +25,7 @@ class Place:
 
     @classmethod
     def of(cls, name: str) -> "Place":
-        """Return the place of a device's name; "auto" is a GPU where torch sees one and triton is installed.
+        """Return the place of a device's name; "auto" is a GPU where torch sees one and triton is installed and works.
 
         Raises:
             InvalidRequest: there is no such device here; the text says what is missing.
@@ -38,6 +43,13 @@ class Place:
         index = torch.cuda.current_device() if device.index is None else device.index
         if index >= torch.cuda.device_count():
             raise InvalidRequest("device", f"{name!r} is not there: torch sees {torch.cuda.device_count()} GPUs")
+        try:
+            check_launcher(name)
+        except InvalidRequest as error:
+            if name != "auto":
+                raise
+            logger.warning("computing on the CPU: %s", error)
+            return cls(torch.device("cpu"), uses_triton=False)
         return cls(torch.device("cuda", index), uses_triton=True)
 
     @property
@@ -58,6 +70,22 @@ class Place:
         """Wait until everything that was asked of the device is done."""
         if self.is_gpu:
             torch.cuda.current_stream(self.device).synchronize()
+
+
+def check_launcher(name: str) -> None:
+    """Have triton build what launches kernels on the device `name`: it compiles that once for each user.
+
+    Raises:
+        InvalidRequest: it cannot; the text says what it needs.
+    """
+    try:
+        import_module("triton.runtime").driver.active.get_current_target()  # triton has no types
+    except (RuntimeError, AssertionError, ImportError, OSError, subprocess.SubprocessError) as error:
+        raise InvalidRequest(
+            "device",
+            f"{name!r}: triton cannot build what launches its kernels, for which it needs a C compiler and Python's "
+            f"headers (apt install gcc python3-dev): {error}",
+        ) from error
 
 
 def on_device(config: EngineConfig) -> EngineConfig:

@@ -17,15 +17,15 @@ class EndRules:
         """Return why the last token of `sequence` ends it, or None; a complete structured answer has ended."""
         if completes_grammar:
             return FinishReason.STOP
-        sampling = sequence.spec.sampling
-        token_id = sequence.token_ids[-1]
-        if sequence.num_output_tokens > sampling.min_tokens:
+        sampling, num_tokens = sequence.spec.sampling, len(sequence.token_ids)
+        token_id, num_output_tokens = sequence.token_ids[-1], num_tokens - sequence.num_prompt_tokens
+        if num_output_tokens > sampling.min_tokens:
             if token_id in self.eos_ids and not sampling.ignore_eos:
                 return FinishReason.STOP
             if token_id in sampling.stop_token_ids:
                 return FinishReason.STOP
-        if sampling.max_tokens is not None and sequence.num_output_tokens >= sampling.max_tokens:
+        if sampling.max_tokens is not None and num_output_tokens >= sampling.max_tokens:
             return FinishReason.LENGTH
-        if sequence.num_tokens >= self.max_len:
+        if num_tokens >= self.max_len:
             return FinishReason.LENGTH
         return None

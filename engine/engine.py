@@ -307,10 +307,11 @@ class Engine:
     def _next_batch(self) -> ScheduledBatch:
         """Decide a step, what it needs from the tiers in its place; wait for the disk if nothing else can be done."""
         scheduler = self.scheduler
-        copy_rate = self.tiers.copy_bytes_per_s
-        scheduler.blocks.swap_rule = replace(
-            scheduler.blocks.swap_rule, prefill_tokens_per_s=self._prefill_rate, copy_bytes_per_s=copy_rate
-        )
+        rule, copy_rate = scheduler.blocks.swap_rule, self.tiers.copy_bytes_per_s
+        if rule.prefill_tokens_per_s != self._prefill_rate or rule.copy_bytes_per_s != copy_rate:
+            scheduler.blocks.swap_rule = replace(
+                rule, prefill_tokens_per_s=self._prefill_rate, copy_bytes_per_s=copy_rate
+            )
         deadline = self.tiers.disk_deadline()
         while True:
             self.tiers.bring_back(scheduler.next_admissions())
@@ -332,10 +333,11 @@ class Engine:
         return sample_verified(self._sampler, logits, batch), scores
 
     def _forget_grammars(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> None:
-        structured = {span.seq_id for span in batch.spans if span.sampling and span.sampling.structured_outputs}
-        for output in outputs:
-            if output.finish_reason is not None and output.seq_id in structured:
-                self._grammars.forget(output.seq_id)
+        ended = {output.seq_id for output in outputs if output.finish_reason is not None}
+        if ended:
+            for span in batch.spans:
+                if span.seq_id in ended and span.sampling and span.sampling.structured_outputs:
+                    self._grammars.forget(span.seq_id)
 
     def _measure(self, batch: ScheduledBatch, seconds: float) -> None:
         """Follow the prefill rate from steps that are mostly prompt (a moving average over about five of them).
@@ -344,9 +346,10 @@ class Engine:
         longer prompt refused.
         """
         self.scheduler.observe(batch, seconds)
-        if batch.num_tokens < max(_LEAST_MEASURED_TOKENS, 4 * len(batch.spans)) or seconds <= 0:
+        num_tokens = batch.num_tokens
+        if num_tokens < max(_LEAST_MEASURED_TOKENS, 4 * len(batch.spans)) or seconds <= 0:
             return
-        rate = batch.num_tokens / seconds
+        rate = num_tokens / seconds
         self._prefill_rate = rate if self._prefill_rate is None else 0.8 * self._prefill_rate + 0.2 * rate
 
 

@@ -88,6 +88,11 @@ class KVCache:
         """Return the view of one layer."""
         return self._layers[index]
 
+    @property
+    def layers(self) -> tuple[Tensor, ...]:
+        """The views of all layers, in order."""
+        return self._layers
+
     def block_bytes(self, block_id: BlockId, num_blocks: int = 1) -> memoryview:
         """Return the memory itself of a block, or of several with successive ids: they lie next to each other.
 

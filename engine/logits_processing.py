@@ -31,17 +31,20 @@ def logit_edits(
 
     `seen` is read for penalties, the output for bad words; None if nothing is changed.
     """
-    biases = {token_id: bias if bias > BANNING_BIAS else -math.inf for token_id, bias in sampling.logit_bias}
+    biases: dict[int, float] = {}
+    if sampling.logit_bias:
+        biases = {token_id: bias if bias > BANNING_BIAS else -math.inf for token_id, bias in sampling.logit_bias}
     for token_ids in sampling.bad_words_ids:
         *beginning, last = token_ids
         if list(output_token_ids[len(output_token_ids) - len(beginning) :]) == beginning:
             biases[last] = -math.inf
     biases |= dict.fromkeys(forbidden, -math.inf)
-    if not biases and not sampling.has_penalties and sampling.allowed_token_ids is None and banned is None:
+    has_penalties = sampling.has_penalties
+    if not biases and not has_penalties and sampling.allowed_token_ids is None and banned is None:
         return None
     return LogitEdits(
         biases=tuple(biases.items()),
-        seen=seen if sampling.has_penalties else None,
+        seen=seen if has_penalties else None,
         repetition=sampling.repetition_penalty,
         presence=sampling.presence_penalty,
         frequency=sampling.frequency_penalty,

@@ -1,15 +1,15 @@
 """The bridge from a decision in Python ints to tensors; the only one."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pdserve.engine.scheduled_batch import ScheduledBatch
-from pdserve.kernels.attention import AttentionSpan
+from pdserve.engine.scheduled_batch import ScheduledBatch, ScheduledSpan
+from pdserve.kernels.attention import AttentionSpan, FlatSpans
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ModelInput:
     positions: Tensor  # [num_tokens] int64
     rope_lengths: Tensor  # [num_tokens] int64
     slot_mapping: Tensor  # [num_tokens] int64
-    spans: tuple[AttentionSpan, ...]
+    spans: Sequence[AttentionSpan]
     sample_rows: Tensor  # [num_sampled] int64: the last row of each span that samples, and those of its drafts
     scored_rows: tuple[ScoredRows, ...] = ()
     layout: Any = None  # the spans as `Operations.prepare` lays them out, where that has been done
@@ -51,41 +51,25 @@ class ModelInput:
         Numbers are collected first and made tensors at the end: of a decode step, with one token a sequence, the
         tensors of each sequence would cost more than all else.
         """
-        token_ids, positions, rope_lengths, slots, blocks = (array("q") for _ in range(5))
-        sample_rows: list[int] = []
-        places: list[tuple[int, int, int]] = []
-        num_blocks: list[int] = []
+        rows = _Rows(block_size)
+        sample_rows = array("q")
         scored = []
         for span in batch.spans:
-            first_row = len(token_ids)
-            if span.sampling is not None and not span.token_ids:  # a branch: the row that its leader ends with
-                sample_rows.append(first_row - 1)
-            if not span.token_ids:
-                continue
+            first_row, num_own = len(rows.token_ids), len(span.token_ids)
+            if num_own:
+                rows.add(span)
+            if span.sampling is not None:  # of a branch, which has no tokens: the row that its leader ends with
+                sample_rows.extend(range(first_row + num_own - 1, len(rows.token_ids) if num_own else first_row))
             if span.scored_token_ids:
                 targets = torch.tensor(span.scored_token_ids, dtype=torch.int64)
                 scored.append(ScoredRows(span.seq_id, first_row, targets, span.num_top_scores))
-            token_ids.extend(span.token_ids)
-            token_ids.extend(span.draft_token_ids)
-            start, end = span.start, span.start + len(token_ids) - first_row
-            positions.extend(range(start, end))
-            # A prompt token is rotated by the prompt's length, an output token by its own position + 1.
-            rope_lengths.extend(max(place + 1, span.num_prompt_tokens) for place in range(start, end))
-            table = span.block_table
-            slots.extend(table[place // block_size] * block_size + place % block_size for place in range(start, end))
-            blocks.extend(table)
-            num_blocks.append(len(table))
-            places.append((first_row, end - start, end))
-            if span.sampling is not None:
-                sample_rows.extend(range(len(token_ids) - 1 - len(span.draft_token_ids), len(token_ids)))
-        tables = torch.split(torch.frombuffer(blocks, dtype=torch.int64), num_blocks)
         return cls(
-            token_ids=torch.frombuffer(token_ids, dtype=torch.int64),
-            positions=torch.frombuffer(positions, dtype=torch.int64),
-            rope_lengths=torch.frombuffer(rope_lengths, dtype=torch.int64),
-            slot_mapping=torch.frombuffer(slots, dtype=torch.int64),
-            spans=tuple(AttentionSpan(*place, table) for place, table in zip(places, tables, strict=True)),
-            sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
+            token_ids=_tensor(rows.token_ids),
+            positions=_tensor(rows.positions),
+            rope_lengths=_tensor(rows.rope_lengths),
+            slot_mapping=_tensor(rows.slots),
+            spans=FlatSpans(rows.places, _tensor(rows.tables)),
+            sample_rows=_tensor(sample_rows),
             scored_rows=tuple(scored),
         )
 
@@ -100,3 +84,42 @@ class ModelInput:
             slot_mapping=self.slot_mapping.to(device),
             sample_rows=self.sample_rows.to(device),
         )
+
+
+class _Rows:
+    """The rows of a batch while they are collected, and the places of its spans as `FlatSpans` has them."""
+
+    __slots__ = ("_block_size", "places", "positions", "rope_lengths", "slots", "tables", "token_ids")
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.token_ids, self.positions, self.rope_lengths, self.slots = (array("q") for _ in range(4))
+        self.places, self.tables = array("q"), array("q")
+
+    def add(self, span: ScheduledSpan) -> None:
+        """Lay out a span's tokens and drafts.
+
+        A prompt token is rotated by the prompt's length, an output token by its own position + 1.
+        """
+        block_size, table, start, num_prompt_tokens = (
+            self._block_size, span.block_table, span.start, span.num_prompt_tokens
+        )  # fmt: skip
+        first_row, count = len(self.token_ids), len(span.token_ids) + len(span.draft_token_ids)
+        end = start + count
+        self.places.extend((first_row, count, end, len(self.tables)))
+        self.tables.extend(table)
+        if count == 1:
+            self.token_ids.append(span.token_ids[0])
+            self.positions.append(start)
+            self.rope_lengths.append(max(end, num_prompt_tokens))
+            self.slots.append(table[start // block_size] * block_size + start % block_size)
+            return
+        self.token_ids.extend(span.token_ids)
+        self.token_ids.extend(span.draft_token_ids)
+        self.positions.extend(range(start, end))
+        self.rope_lengths.extend(max(place + 1, num_prompt_tokens) for place in range(start, end))
+        self.slots.extend(table[place // block_size] * block_size + place % block_size for place in range(start, end))
+
+
+def _tensor(numbers: "array[int]") -> Tensor:  # [len(numbers)] int64
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)

@@ -1,7 +1,8 @@
 """Weights, device and KV cache: runs one batch. Knows no requests."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.available_cores import num_available_cores
+from pdserve.engine.block_pool import BlockId
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import DeviceMemory, Place, block_memory
 from pdserve.engine.errors import ModelError
@@ -22,7 +24,7 @@ from pdserve.engine.models.model_dir import ModelDir
 from pdserve.engine.models.transformers_checks import AdaptedShape
 from pdserve.engine.models.transformers_decoder import TransformersDecoder
 from pdserve.engine.models.weights import WeightFiles, load_decoder_weights
-from pdserve.engine.warm_up import largest_step
+from pdserve.engine.warm_up import largest_step, mixed_step
 from pdserve.kernels.kv_rows import kv_torch_dtype
 from pdserve.kernels.logit_edits import LogitEdits
 from pdserve.kernels.operations import Operations, choose_operations
@@ -68,15 +70,15 @@ class ModelRunner:
             ModelError: the model is not supported, damaged, or its blocks do not fit the memory given.
         """
         place = Place.of(config.device)
-        num_threads = config.num_threads or num_available_cores()
         operations = choose_operations(
             config.dtype,
-            num_threads,
+            config.num_threads or num_available_cores(),
             use_cpu_kernels=config.use_cpu_kernels,
             triton_device=place.device if place.uses_triton else None,
             is_batch_invariant=config.batch_invariant,
         )
-        decoder = _load_decoder(config, model_dir, place, operations, on_progress)
+        with _weights_fit(model_dir.name, place.device):
+            decoder = _load_decoder(config, model_dir, place, operations, on_progress)
         shape = decoder.config
         max_model_len = min(config.max_model_len or shape.context_len, shape.context_len)
         cache_of = partial(_allocate, config, shape, place)
@@ -144,8 +146,8 @@ class ModelRunner:
         return block_memory(config, memory, reserved)
 
     def warm_up(self, config: EngineConfig) -> None:
-        """Run the largest step and sample from it, so that kernels are compiled and memory is had before the first
-        request.
+        """Run the largest step and sample from it, decode beside a chunk and copy a block, so that kernels are compiled
+        and memory is had before the first request.
 
         It writes to block 0, which nobody holds yet.
         """
@@ -155,6 +157,9 @@ class ModelRunner:
             sample = self.row_sampler(sample_rows)
             for edits in (None, LogitEdits()):  # compiled apart
                 sample(logits[:1], [RowRequest(edits=edits)])
+        if self.max_model_len > 1:
+            self.run(mixed_step(config.block_size))
+        self.kv_cache.copy_blocks([(BlockId(0), BlockId(0))])
 
     def capture_graphs(self, config: EngineConfig) -> None:
         """Capture decode steps by size, where the decoder computes them without asking the device in between."""
@@ -203,12 +208,20 @@ class ModelRunner:
             for part in (part for scored in model_input.scored_rows for part in scored.parts(_MAX_SCORED_ROWS)):
                 rows = hidden[part.first_row : part.first_row + len(part.token_ids)]
                 on_scored(part, self._decoder.logits(rows).cpu())
-        return self._decoder.logits(hidden[model_input.sample_rows])
+        return self._decoder.logits(hidden.index_select(0, model_input.sample_rows))
 
 
 def has_own_decoder(model_impl: str, config: Mapping[str, Any]) -> bool:
     """Return whether pdserve's own decoder computes this model; transformers' code does otherwise."""
     return model_impl == "own" or (model_impl == "auto" and config.get("model_type") in ARCHITECTURES)
+
+
+@contextmanager
+def _weights_fit(name: str, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:  # of a GPU
+        raise ModelError(f"{name} does not fit the memory of {device}: {error}") from error
 
 
 def _load_decoder(
@@ -237,7 +250,12 @@ def _load_decoder(
 def _allocate(config: EngineConfig, shape: DecoderConfig | AdaptedShape, place: Place, num_blocks: int) -> KVCache:
     size = (num_blocks, shape.num_layers, shape.num_kv_heads, config.block_size, shape.head_dim)
     dtype = kv_torch_dtype(config.resolved_kv_dtype)
-    return KVCache.allocate_on(place.device, *size, dtype) if place.uses_triton else KVCache.allocate(*size, dtype)
+    if not place.uses_triton:
+        return KVCache.allocate(*size, dtype)
+    try:
+        return KVCache.allocate_on(place.device, *size, dtype)
+    except RuntimeError as error:
+        raise ModelError(f"{num_blocks} KV blocks do not fit the memory of {place.device}: {error}") from error
 
 
 def _num_blocks(config: EngineConfig, runner: ModelRunner) -> int:

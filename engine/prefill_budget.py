@@ -23,6 +23,11 @@ class PrefillBudget:
         self._alone_s = 0.0
         self._token_s = 0.0
 
+    @property
+    def has_target(self) -> bool:
+        """Whether steps have a time to keep to; else nothing is learned from them."""
+        return self._aim_s is not None
+
     def tokens(self, num_streams: int) -> int:
         """Return the most prompt tokens for a step in which `num_streams` get a token; no limit beside none."""
         if self._aim_s is None or num_streams == 0:

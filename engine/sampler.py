@@ -53,16 +53,17 @@ class Sampler:
         self._grammars = grammars
         self._answer = answer
         self._num_token_ids = min(num_token_ids, vocab_size)
+        self._has_other_ids = self._num_token_ids < vocab_size
         self._eos_ids = tuple(sorted(eos_ids))
 
     def sample(self, logits: Tensor, spans: Sequence[ScheduledSpan]) -> list[SampledToken]:
         """Sample for the spans that want it; row i of `logits` [num_rows, vocab_size] belongs to spans[i]."""
-        logits = logits[:, : self._num_token_ids]
+        logits = self._of_tokens(logits)
         known = self._beams(logits, spans)
         requests = []
-        for index, (row, span) in enumerate(zip(logits, spans, strict=True)):
+        for index, span in enumerate(spans):
             try:
-                requests.append(_LIKELIEST if index in known else self._request(row, span))
+                requests.append(_LIKELIEST if index in known else self._request(logits, index, span))
             except GrammarFailed as error:
                 known[index] = SampledToken(None, failure=f"structured output: {error}", is_bad_request=True)
                 requests.append(_LIKELIEST)
@@ -74,13 +75,16 @@ class Sampler:
     def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> list[TokenScore]:
         """Return how likely each given token was; row i of `logits` [num_rows, vocab_size] predicts token_ids[i]."""
         requests = [RowRequest(token_id=token_id, num_top=num_top) for token_id in token_ids.tolist()]
-        answers = self._answer(logits[:, : self._num_token_ids], requests)
+        answers = self._answer(self._of_tokens(logits), requests)
         return [TokenScore(math.nan if each.logprob is None else each.logprob, each.top_logprobs) for each in answers]
 
-    def _request(self, row: Tensor, span: ScheduledSpan) -> RowRequest:
+    def _of_tokens(self, logits: Tensor) -> Tensor:
+        return logits[:, : self._num_token_ids] if self._has_other_ids else logits  # a view costs as much as a row
+
+    def _request(self, logits: Tensor, index: int, span: ScheduledSpan) -> RowRequest:
         sampling = span.sampling
         assert sampling is not None and sampling.seed is not None
-        edits = self._edits(row, sampling, span)
+        edits = self._edits(logits, index, span) if _may_edit(sampling, span) else None
         if sampling.is_greedy:
             if edits is None and sampling.logprobs is None:
                 return _LIKELIEST
@@ -96,7 +100,9 @@ class Sampler:
             edits=edits,
         )
 
-    def _edits(self, row: Tensor, sampling: SamplingParams, span: ScheduledSpan) -> LogitEdits | None:
+    def _edits(self, logits: Tensor, index: int, span: ScheduledSpan) -> LogitEdits | None:
+        sampling = span.sampling
+        assert sampling is not None
         banned = self._banned_by_grammar(sampling, span)
         is_too_short = span.output_position < sampling.min_tokens
         forbidden = (*sampling.stop_token_ids, *self._eos_ids) if is_too_short else ()
@@ -104,7 +110,7 @@ class Sampler:
         if banned is None or edits is None or not is_too_short:
             return edits
         # A structured answer that is whole ends before min_tokens: nothing else may follow.
-        is_whole = bool(edit_row(row.cpu(), edits).max().isneginf())
+        is_whole = bool(edit_row(logits[index].cpu(), edits).max().isneginf())
         return logit_edits(sampling, span.seen, span.output_history, banned=banned) if is_whole else edits
 
     def _banned_by_grammar(self, sampling: SamplingParams, span: ScheduledSpan) -> Tensor | None:
@@ -125,6 +131,18 @@ class Sampler:
             SampledToken(None, top_logprobs=each.top_logprobs) if each.is_finite else _NOT_FINITE for each in answers
         ]
         return dict(zip(beams, tokens, strict=True))
+
+
+def _may_edit(sampling: SamplingParams, span: ScheduledSpan) -> bool:
+    """Whether a request does anything to its logits; most do not, and need not be looked at closely."""
+    return bool(
+        span.seen is not None
+        or span.output_position < sampling.min_tokens
+        or sampling.logit_bias
+        or sampling.bad_words_ids
+        or sampling.structured_outputs is not None
+        or sampling.allowed_token_ids is not None
+    )
 
 
 def _token(answer: RowAnswer) -> SampledToken:

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from pdserve.engine.block_pool import BlockId
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.sequence import Sequence
+from pdserve.kernels.hot_dataclass import hot_dataclass
 from pdserve.kernels.seen_tokens import SeenTokens
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class ScheduledSpan:
     """Tokens [start, start + len(token_ids)) of a sequence, to be computed in this step.
 
@@ -36,20 +37,20 @@ class ScheduledSpan:
     @classmethod
     def of(cls, sequence: Sequence, num_new: int, block_size: int) -> "ScheduledSpan":
         """Return the next `num_new` uncomputed tokens of `sequence`."""
-        start, sampling = sequence.num_computed_tokens, sequence.spec.sampling
-        end = start + num_new
-        samples = end == sequence.num_tokens and sampling.max_tokens != 0
+        start, sampling, known = sequence.num_computed_tokens, sequence.spec.sampling, sequence.token_ids
+        end, num_prompt_tokens = start + num_new, sequence.num_prompt_tokens
+        samples = end == len(known) and sampling.max_tokens != 0
         has_history = samples and sampling.needs_history
-        is_scored = sequence.is_prompt_scored
+        is_scored = sampling.prompt_logprobs is not None and sequence.is_prompt_scored
         return cls(
             seq_id=sequence.seq_id,
             start=start,
-            token_ids=tuple(sequence.token_ids[start:end]),
-            num_prompt_tokens=sequence.num_prompt_tokens,
+            token_ids=tuple(known[start:end]),
+            num_prompt_tokens=num_prompt_tokens,
             block_table=tuple(sequence.block_table[: -(-end // block_size)]),
             sampling=sampling if samples else None,
-            output_position=sequence.num_output_tokens,
-            output_history=tuple(sequence.token_ids[sequence.num_prompt_tokens :]) if has_history else (),
+            output_position=len(known) - num_prompt_tokens,
+            output_history=tuple(known[num_prompt_tokens:]) if has_history else (),
             seen=sequence.count_seen() if samples and sampling.has_penalties else None,
             scored_token_ids=sequence.spec.prompt_token_ids[start + 1 : end + 1] if is_scored else (),
             num_top_scores=(sampling.prompt_logprobs or 0) if is_scored else 0,

@@ -187,6 +187,8 @@ class Scheduler:
 
     def next_admissions(self) -> list[tuple[Sequence, int]]:
         """Return the sequences that may be admitted next, in order, and the blocks each needs with others' growth."""
+        if self._queues.waiting.first is None:
+            return []
         self._room.begin_pass()
         num_seats = max(0, self._config.max_num_seqs - len(self._queues.running))
         candidates = [
@@ -282,6 +284,8 @@ class Scheduler:
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn from how long a step took, for the prompt tokens of the next ones."""
+        if not self._prefill_budget.has_target:
+            return
         num_prompt_tokens = sum(len(span.token_ids) for span in batch.spans if span.start < span.num_prompt_tokens)
         num_streams = sum(1 for span in batch.spans if span.start >= span.num_prompt_tokens)
         self._prefill_budget.observe(num_prompt_tokens, num_streams, seconds)
@@ -356,29 +360,30 @@ class Scheduler:
         self._queues.put(sequence, SequenceStatus.RUNNING if has_place else SequenceStatus.LANDED)
 
     def _advance(self, sequence: Sequence, span: ScheduledSpan, token: SampledToken | None) -> StepOutput:
-        sequence.num_computed_tokens = span.start + len(span.token_ids)
+        spec, num_tokens = sequence.spec, len(sequence.token_ids)
+        num_computed_tokens = sequence.num_computed_tokens = span.start + len(span.token_ids)
         self._blocks.remember_full(sequence)
-        output_position = sequence.num_output_tokens
+        output_position = num_tokens - sequence.num_prompt_tokens
         finish_reason: FinishReason | None = None
         scores: tuple[TokenScore, ...] | None = None
-        is_at_end = sequence.num_computed_tokens == sequence.num_tokens
+        is_at_end = num_computed_tokens == num_tokens
         if is_at_end and sequence.followers:
             self._fork(sequence)
-        if is_at_end and sequence.is_prompt_scored:
+        if is_at_end and spec.sampling.prompt_logprobs is not None and sequence.is_prompt_scored:
             scores = tuple(sequence.prompt_scores)
             sequence.prompt_scores.clear()
         if token is not None and token.token_id is not None:
             sequence.token_ids.append(token.token_id)
             finish_reason = self._end_rules.finish_reason(sequence, token.completes_grammar)
-        elif is_at_end and sequence.spec.sampling.max_tokens == 0:
+        elif is_at_end and spec.sampling.max_tokens == 0:
             finish_reason = FinishReason.LENGTH
-        exported_blocks = tuple(sequence.block_table) if sequence.spec.is_export else ()
+        exported_blocks = tuple(sequence.block_table) if spec.is_export else ()
         failure = token.failure if token is not None else None
-        if failure is not None or (finish_reason is not None and not sequence.spec.is_export):
+        if failure is not None or (finish_reason is not None and not spec.is_export):
             self.abort(sequence.seq_id)
-        elif is_at_end and sequence.spec.is_export and not sequence.block_table:
+        elif is_at_end and spec.is_export and not sequence.block_table:
             self.abort(sequence.seq_id)  # a branch: it travels with its leader's blocks
-        elif is_at_end and sequence.spec.is_export:
+        elif is_at_end and spec.is_export:
             self._blocks.pool.move_to_transfer(sequence.block_table)
             self._queues.move(sequence, SequenceStatus.EXPORTING)
         return StepOutput(
@@ -386,12 +391,12 @@ class Scheduler:
             output_position=output_position,
             token=token,
             finish_reason=finish_reason,
-            num_computed_tokens=sequence.num_computed_tokens,
+            num_computed_tokens=num_computed_tokens,
             num_cached_tokens=sequence.num_cached_tokens or 0,
             failure=failure,
             exported_blocks=exported_blocks,
             prompt_scores=scores,
-            queue_s=sequence.queue_s if output_position == len(sequence.spec.output_token_ids) else None,
+            queue_s=sequence.queue_s if output_position == len(spec.output_token_ids) else None,
         )
 
 

@@ -71,10 +71,12 @@ class Sequence:
         "num_computed_tokens",
         "num_inserted_tokens",
         "num_overtaken_tokens",
+        "num_prompt_tokens",
         "num_reached_tokens",
         "prompt_scores",
         "queue_s",
         "rank",
+        "seq_id",
         "spec",
         "status",
         "swapped",
@@ -84,6 +86,8 @@ class Sequence:
 
     def __init__(self, spec: SequenceSpec, rank: tuple[int, int] = (0, 0), now: float = 0.0) -> None:
         self.spec = spec
+        self.seq_id = spec.seq_id
+        self.num_prompt_tokens = len(spec.prompt_token_ids)
         self.rank = rank  # (priority, arrival): the least is served first, the greatest is preempted first
         self.waiting_since = now
         self.queue_s: float | None = None  # from its arrival until it was started for the first time
@@ -104,32 +108,21 @@ class Sequence:
         self._seen: SeenTokens | None = None  # made when they are asked for first
 
     @property
-    def seq_id(self) -> str:
-        """The identity given by whoever added the sequence."""
-        return self.spec.seq_id
-
-    @property
     def num_tokens(self) -> int:
         """Prompt and output tokens known so far."""
         return len(self.token_ids)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens given by the user."""
-        return len(self.spec.prompt_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
         """Tokens sampled so far, here or elsewhere: the output position of the next one."""
-        return len(self.token_ids) - len(self.spec.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     def count_seen(self) -> SeenTokens:
         """Return what penalties are of, up to the last token known; counted on from where it was asked for last."""
-        num_prompt_tokens = len(self.spec.prompt_token_ids)
         if self._seen is None:
             penalizes_prompt = self.spec.sampling.repetition_penalty != 1
             self._seen = SeenTokens(self.spec.prompt_token_ids if penalizes_prompt else ())
-        self._seen.add(self.token_ids[num_prompt_tokens + self._seen.num_generated :])
+        self._seen.add(self.token_ids[self.num_prompt_tokens + self._seen.num_generated :])
         return self._seen
 
     @property

@@ -45,6 +45,11 @@ class SequenceBlocks:
         """Return new blocks, each held once, or None if there is no room for all of them."""
         return self.pool.allocate(num_blocks) if self._make_room(num_blocks) else None
 
+    def has_own_place(self, sequence: Sequence) -> bool:
+        """Whether the next token of `sequence` can be written as its table is: `extend` would change nothing."""
+        table, index = sequence.block_table, sequence.num_computed_tokens // self.block_size
+        return index < len(table) and not self.pool.is_shared(table[index])
+
     def extend(self, sequence: Sequence, num_new: int, copies: list[BlockCopy]) -> bool:
         """Make room for the next `num_new` tokens of `sequence`, in blocks that nobody else holds.
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdserve.engine.block_pool import BlockId
+from pdserve.kernels.hot_dataclass import hot_dataclass
 
 
 class FinishReason(StrEnum):
@@ -21,7 +22,7 @@ class TokenScore:
     top_logprobs: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class SampledToken:
     """One sampled token, or the reason why none could be sampled.
 
@@ -38,7 +39,7 @@ class SampledToken:
     completes_grammar: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class StepOutput:
     """The progress of one sequence in one step.
 

@@ -39,7 +39,7 @@ class StepPlanner:
         """Decide one step; an empty batch means that nothing can run now."""
         step = SchedulingStep(self._config.max_num_batched_tokens, now)
         self._room.begin_pass()
-        self._continue([sequence for sequence in self._queues.running if sequence.num_uncomputed_tokens == 1], step)
+        self._continue_streams(step)
         self._admit_landed(step)
         step.budget = min(step.budget, self._prefill_budget.tokens(len(step.chosen)))
         self._compute_prompts(step)
@@ -48,9 +48,19 @@ class StepPlanner:
         spans = []
         for sequence, count in step.chosen.items():
             spans.append(ScheduledSpan.of(sequence, count, self._blocks.block_size))
-            if count == sequence.num_uncomputed_tokens:
+            if sequence.followers and count == sequence.num_uncomputed_tokens:
                 spans.extend(ScheduledSpan.of_branch(follower) for follower in sequence.followers)
         return ScheduledBatch(tuple(spans), tuple(step.copies))
+
+    def _continue_streams(self, step: SchedulingStep) -> None:
+        """Give the running sequences that lack a single token that one; most have a place for it already."""
+        for sequence in [each for each in self._queues.running if each.num_uncomputed_tokens == 1]:
+            if sequence.status is not SequenceStatus.RUNNING or step.budget == 0:  # preempted in this very step
+                continue
+            if self._blocks.has_own_place(sequence):
+                step.take_one(sequence)
+            else:
+                self._schedule_running(sequence, step)
 
     def _continue(self, sequences: list[Sequence], step: SchedulingStep) -> None:
         for sequence in sequences:
@@ -79,7 +89,7 @@ class StepPlanner:
 
     def _compute_first(self, step: SchedulingStep) -> None:
         waiting = self._queues.waiting
-        for sequence in [sequence for sequence in self._queues.running if step.num_lacking(sequence)]:
+        for sequence in self._lacking(step):
             while (first := waiting.first) is not None and first.rank < sequence.rank and self._try_start(first, step):
                 pass
             self._continue([sequence], step)
@@ -88,14 +98,20 @@ class StepPlanner:
 
     def _compute_shortest(self, step: SchedulingStep) -> None:
         waiting = self._queues.waiting
-        lacking = [sequence for sequence in self._queues.running if step.num_lacking(sequence)]
-        for sequence in sorted(lacking, key=size_of):
+        for sequence in sorted(self._lacking(step), key=size_of):
             while (shortest := waiting.shortest) is not None and size_of(shortest) < size_of(sequence):
                 if not self._try_start(shortest, step):
                     break
             self._continue([sequence], step)
         while (shortest := waiting.shortest) is not None and self._try_start(shortest, step):
             pass
+
+    def _lacking(self, step: SchedulingStep) -> list[Sequence]:
+        """Return the running sequences that could use more of the budget; none of a step that only decodes."""
+        running = self._queues.running
+        if step.num_served == len(running):  # whoever is chosen runs
+            return []
+        return [sequence for sequence in running if step.num_lacking(sequence)]
 
     def _try_start(self, sequence: Sequence, step: SchedulingStep) -> bool:
         """Start a waiting sequence if there is a place and room for it; whoever is first may be overtaken so often."""

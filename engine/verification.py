@@ -29,6 +29,10 @@ def sample_verified(sampler: Sampler, logits: Tensor, batch: ScheduledBatch) -> 
     `logits` [num_rows, vocab_size] has, span after span, the row of its last token and of each of its drafts. What the
     request's history does to logits is computed anew at each position, from accepted tokens only.
     """
+    sampling = [span for span in batch.spans if span.sampling is not None]
+    if not [span for span in sampling if span.draft_token_ids]:
+        sampled = iter(sampler.sample(logits, sampling) if sampling else ())
+        return VerifiedStep(batch, tuple([None if span.sampling is None else next(sampled) for span in batch.spans]))
     chains: list[list[tuple[ScheduledSpan, SampledToken | None]]] = [
         [(span, None)] if span.sampling is None else [] for span in batch.spans
     ]

@@ -1,7 +1,10 @@
 """Causal attention over a paged KV cache, for any mix of prompt chunks and single decode tokens."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import overload
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +25,36 @@ class AttentionSpan:
     query_len: int
     context_len: int
     block_table: Tensor  # [ceil(context_len / block_size)] int64
+
+
+class FlatSpans(Sequence[AttentionSpan]):
+    """The spans of a batch as numbers in two arrays: of a decode step, a tensor for each would cost more than all else.
+
+    A place is query_start, query_len, context_len and where the table begins among the tables.
+    """
+
+    __slots__ = ("_spans", "places", "tables")
+
+    def __init__(self, places: "array[int]", tables: Tensor) -> None:
+        self.places = places
+        self.tables = tables  # [num_entries] int64: all block tables, one after another
+        self._spans: tuple[AttentionSpan, ...] | None = None  # made when one is asked for
+
+    def __len__(self) -> int:
+        return len(self.places) // 4
+
+    @overload
+    def __getitem__(self, index: int) -> AttentionSpan: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[AttentionSpan, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> AttentionSpan | tuple[AttentionSpan, ...]:
+        if self._spans is None:
+            starts, lengths, context_lens, begins = (self.places[field::4] for field in range(4))
+            tables = (self.tables[slice(*each)] for each in pairwise((*begins, len(self.tables))))
+            self._spans = tuple(map(AttentionSpan, starts, lengths, context_lens, tables))
+        return self._spans[index]
 
 
 def paged_attention(

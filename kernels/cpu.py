@@ -7,16 +7,16 @@ the package (see pyproject.toml); without a compiler there is none, and `load` r
 
 import ctypes
 import importlib.machinery
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.attention import AttentionSpan
-from pdserve.kernels.fused_layer import FusedLayer, GatedLayer, RowCache, Step, Weight
+from pdserve.kernels.attention import AttentionSpan, FlatSpans
+from pdserve.kernels.fused_layer import FusedLayer, GatedLayer, LayerSteps, RowCache, Weight
 from pdserve.kernels.packed_weight import PackedInt8Weight, PackedWeight
 from pdserve.kernels.rms_norm import rms_norm
 
@@ -37,6 +37,7 @@ class CpuKernels:
         self._library = library
         self._num_threads = num_threads
         self._is_int8 = is_int8
+        self._steps: LayerSteps | None = None  # of the layers that ran last
         self.lanes = int(library.pdserve_lanes())
         self._inputs = int(library.pdserve_inputs())
         self.description = f"compiled CPU kernels ({self.lanes} lanes, {num_threads} threads)"
@@ -62,7 +63,7 @@ class CpuKernels:
         _declare(library.pdserve_layers, _POINTER, _POINTER, _INT64)
         rope: list[type[Any]] = [_POINTER, _INT64, _POINTER, _POINTER, _INT64, cache, _POINTER, *[_INT64] * 4, _INT]
         _declare(library.pdserve_rope_store, *rope)
-        _declare(library.pdserve_sample, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _INT64, _INT)
+        _declare(library.pdserve_sample, _POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _INT64, _INT)
 
     @classmethod
     def load(cls, num_threads: int, *, is_int8: bool = False) -> "CpuKernels | None":
@@ -100,7 +101,7 @@ class CpuKernels:
 
     def embed(self, token_ids: Tensor, weight: Weight) -> Tensor:  # [num_tokens, hidden_size]
         """Return rows of the embedding; packed if it is the output head too."""
-        return F.embedding(token_ids, weight).float() if isinstance(weight, Tensor) else weight.rows(token_ids)
+        return weight.index_select(0, token_ids).float() if isinstance(weight, Tensor) else weight.rows(token_ids)
 
     def linear(
         self,
@@ -245,35 +246,19 @@ class CpuKernels:
         It is one call, so the interpreter's lock is let go and waited for once.
         """
         assert hidden.is_contiguous()
-        rows, slots, table = hidden.data_ptr(), slot_mapping.data_ptr(), spans.table.data_ptr()
-        counts = hidden.shape[0], spans.table.shape[0]
-        steps = [
-            Step(
-                rows,
-                *_rotation_pointers(rotation),
-                slots,
-                table,
-                RowCache.of(kv_blocks),
-                *counts,
-                0 if rotation is None else rotation[0].shape[1],
-                self._num_threads,
-            )
-            for rotation, kv_blocks in zip(rotations, kv_layers, strict=True)
-        ]
-        addresses = (ctypes.c_void_p * len(layers))(*[layer.address for layer in layers])
-        self._library.pdserve_layers(addresses, (Step * len(steps))(*steps), len(steps))
+        if self._steps is None or not self._steps.are_of(layers, kv_layers):
+            self._steps = LayerSteps(layers, kv_layers, self._num_threads)
+        steps = self._steps
+        steps.fill(hidden, rotations, slot_mapping, spans.table)
+        self._library.pdserve_layers(steps.addresses, steps.steps, len(layers))
 
-    def sample(
-        self,
-        rows: "ctypes.Array[ctypes.c_char]",
-        num_rows: int,
-        num_ids: int,
-        top_ids: "ctypes.Array[ctypes.c_int64]",
-        top_logprobs: "ctypes.Array[ctypes.c_double]",
-        max_top: int,
-    ) -> None:
-        """Answer rows as `cpu_sampling.h` lays them out, in place; see `CompiledRowSampler`."""
-        self._library.pdserve_sample(rows, num_rows, num_ids, top_ids, top_logprobs, max_top, self._num_threads)
+    def sample(self, logits: Tensor, rows: int, top_ids: int, top_logprobs: int, max_top: int) -> None:
+        """Answer rows as `cpu_sampling.h` lays them out, at the address `rows`, in place (see `CompiledRowSampler`)."""
+        num_rows, size = logits.shape
+        first, stride = logits.data_ptr(), logits.stride(0)
+        self._library.pdserve_sample(
+            rows, num_rows, first, stride, size, top_ids, top_logprobs, max_top, self._num_threads
+        )
 
 
 class PackedSpans:
@@ -283,9 +268,15 @@ class PackedSpans:
 
     def __init__(self, spans: Sequence[AttentionSpan]) -> None:
         self.spans = spans
-        self.table = torch.tensor(
-            [[s.query_start, s.query_len, s.context_len, s.block_table.data_ptr()] for s in spans], dtype=torch.int64
-        )
+        if isinstance(spans, FlatSpans):
+            places, address, size = array("q", spans.places), spans.tables.data_ptr(), spans.tables.itemsize
+            for index in range(3, len(places), 4):
+                places[index] = address + size * places[index]
+        else:
+            places = array("q")
+            for span in spans:
+                places.extend((span.query_start, span.query_len, span.context_len, span.block_table.data_ptr()))
+        self.table = torch.frombuffer(places, dtype=torch.int64).view(-1, 4) if places else torch.empty(0, 4)
 
 
 def runs_here(library: ctypes.CDLL) -> bool:
@@ -297,10 +288,6 @@ def _lie_together(heads: Tensor) -> bool:
     """Return whether rows [..., num_rows, size] follow one another; the kernels know no other strides."""
     num_rows, size = heads.shape[-2:]
     return heads.stride(-1) == 1 and (num_rows == 1 or heads.stride(-2) == size)
-
-
-def _rotation_pointers(rotation: tuple[Tensor, Tensor] | None) -> tuple[int | None, int | None]:
-    return (None, None) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
 
 
 def _declare(function: Any, *arguments: type[Any]) -> None:

@@ -12,10 +12,12 @@
 #include <vector>
 
 #include "cpu_noise.h"
+#include "cpu_vectors.h"
 
 namespace {
 
 constexpr int kStrip = 16;
+constexpr int kGroup = 64;  // ids of which the largest value is kept
 constexpr float kForbidden = -std::numeric_limits<float>::infinity();
 
 // kernels/cpu_sampling.py lays it out. An id beyond the row is passed over.
@@ -33,33 +35,35 @@ struct RowEdits {
 };
 
 // The largest of a group of `count` values; the exponents of its largest by magnitude are gathered in `exponents`.
-inline float group_largest(const float* x, int64_t count, uint32_t* exponents) {
-  float most[kStrip];
-  std::fill(most, most + kStrip, kForbidden);
-  const int64_t whole = count / kStrip * kStrip;
-  for (int64_t i = 0; i < whole; i += kStrip)
-    for (int j = 0; j < kStrip; j++) {
-      most[j] = x[i + j] > most[j] ? x[i + j] : most[j];
-      const uint32_t exponent = std::bit_cast<uint32_t>(x[i + j]) & 0x7f800000;
-      exponents[j] = exponent > exponents[j] ? exponent : exponents[j];
-    }
-  for (int64_t i = whole; i < count; i++) {
-    most[0] = std::max(most[0], x[i]);
-    exponents[0] = std::max(exponents[0], std::bit_cast<uint32_t>(x[i]) & 0x7f800000);
+inline float group_largest(const float* x, int64_t count, IntVec& exponents) {
+  Vec most = splat(kForbidden);
+  const int64_t whole = count / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const Vec own = load(x + i);
+    most = larger(own, most);
+    const IntVec exponent = (IntVec)own & 0x7f800000;
+    exponents = exponent > exponents ? exponent : exponents;
   }
-  return *std::max_element(most, most + kStrip);
+  float largest = largest_lane(most);
+  for (int64_t i = whole; i < count; i++) {
+    largest = std::max(largest, x[i]);
+    exponents[0] = std::max(exponents[0], std::bit_cast<int32_t>(x[i]) & 0x7f800000);
+  }
+  return largest;
 }
 
 // The largest value of each group of 64, and of all; false if a value is not finite.
 inline bool group_maxima(const float* x, int64_t size, std::vector<float>& maxima, float& largest) {
-  uint32_t exponents[kStrip] = {};
-  maxima.clear();
+  IntVec exponents = {};
+  maxima.resize((size + kGroup - 1) / kGroup);
   largest = kForbidden;
-  for (int64_t start = 0; start < size; start += kGroup) {
-    maxima.push_back(group_largest(x + start, std::min<int64_t>(kGroup, size - start), exponents));
-    largest = std::max(largest, maxima.back());
-  }
-  return *std::max_element(exponents, exponents + kStrip) != 0x7f800000;
+  const int64_t whole = size / kGroup;
+  for (int64_t group = 0; group < whole; group++) maxima[group] = group_largest(x + kGroup * group, kGroup, exponents);
+  if (size % kGroup) maxima[whole] = group_largest(x + kGroup * whole, size % kGroup, exponents);
+  for (const float each : maxima) largest = std::max(largest, each);
+  bool is_finite = true;
+  for (int lane = 0; lane < kLanes; lane++) is_finite &= exponents[lane] != 0x7f800000;
+  return is_finite;
 }
 
 // What edits do to a few ids is done in the row itself and taken back: a model's row is the largest thing that sampling
@@ -109,7 +113,7 @@ class RowEditor {
   }
 
   void refresh(const float* x, int64_t size, std::vector<float>& maxima) const {
-    uint32_t exponents[kStrip] = {};
+    IntVec exponents = {};
     const auto update = [&](int64_t group) {
       const int64_t start = kGroup * group;
       maxima[group] = group_largest(x + start, std::min<int64_t>(kGroup, size - start), exponents);

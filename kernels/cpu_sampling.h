@@ -116,30 +116,44 @@ inline int64_t sample_of(const SamplingRow& row, const std::vector<Scored>& kept
   return best.id;
 }
 
-// Of all ids up to the last that is kept. A group of ids is drawn for at once, and compared with what its largest
+// The largest value of each of kStrip runs of kDrawn ids, from `first` on; kForbidden beyond the row.
+inline void strip_maxima(const std::vector<float>& maxima, int64_t first, float* largest) {
+  constexpr int64_t kGroups = kDrawn / kGroup;
+  std::fill(largest, largest + kStrip, kForbidden);
+  const int64_t begin = first * kGroups, end = std::min<int64_t>(maxima.size(), begin + kStrip * kGroups);
+  for (int64_t i = begin; i < end; i++) {
+    float& own = largest[(i - begin) / kGroups];
+    own = std::max(own, maxima[i]);
+  }
+}
+
+// Of all ids up to the last that is kept. Those of a run are drawn for at once, and compared with what its largest
 // logit could do.
 inline int64_t sample_densely(const SamplingRow& row, const float* x, int64_t size, const Scale& scale,
                               int64_t likeliest, const Scored& last, const std::vector<float>& maxima) {
   Scored best{noisy(0.0, uniform_at(row, likeliest)), likeliest};
   const Noise noise(row.seed, row.position);
-  for (int64_t start = 0; start < size; start += kGroup) {
-    const double highest = scale.of(maxima[start / kGroup]);
-    if (highest < last.score) continue;
-    const int64_t end = std::min(size, start + kGroup);
-    const auto limit = [&] { return word_of(most_uniform(highest, best.score)); };
-    uint64_t most = limit();
-    uint64_t words[kGroup];
-    noise.draw_group(start / 4, words);
-    uint64_t smallest = words[0];
-    for (int i = 1; i < kGroup; i++) smallest = std::min(smallest, words[i]);
-    if (smallest > most) continue;
+  const auto try_run = [&](int64_t start, double highest, uint64_t most) {
+    uint64_t words[kDrawn];
+    if (!noise.draw_many(start / 4, most, words)) return;
+    const int64_t end = std::min(size, start + kDrawn);
     for (int64_t id = start; id < end; id++) {
       const uint64_t word = words[place_of(id - start)];
+      if (word > most) continue;
       const Scored plain{scale.of(x[id]), id};
-      if (word > most || !is_kept(plain, last)) continue;
+      if (!is_kept(plain, last)) continue;
       const Scored own{noisy(plain.score, uniform_of(word)), id};
-      if (own < best) best = own, most = limit();
+      if (own < best) best = own, most = word_of(most_uniform(highest, best.score));
     }
+  };
+  for (int64_t first = 0; first * kDrawn < size; first += kStrip) {
+    float largest[kStrip];
+    double highest[kStrip], uniforms[kStrip];
+    strip_maxima(maxima, first, largest);
+    for (int j = 0; j < kStrip; j++) highest[j] = scale.of(largest[j]);
+    for (int j = 0; j < kStrip; j++) uniforms[j] = most_uniform(highest[j], best.score);
+    for (int j = 0; j < kStrip && (first + j) * kDrawn < size; j++)
+      if (highest[j] >= last.score) try_run((first + j) * kDrawn, highest[j], word_of(uniforms[j]));
   }
   return best.id;
 }
@@ -305,11 +319,12 @@ inline void sample_row(SamplingRow& row, int64_t size, int64_t* top_ids, double*
 
 }  // namespace
 
-// Answers each row; its likeliest tokens go to row i of top_ids and top_logprobs, max_top wide.
-extern "C" void pdserve_sample(void* rows, int64_t num_rows, int64_t size, int64_t* top_ids, double* top_logprobs,
-                               int64_t max_top, int num_threads) {
+// Answers row i of `logits`; its likeliest tokens go to row i of top_ids and top_logprobs, max_top wide.
+extern "C" void pdserve_sample(void* rows, int64_t num_rows, float* logits, int64_t stride, int64_t size,
+                               int64_t* top_ids, double* top_logprobs, int64_t max_top, int num_threads) {
   SamplingRow* all = static_cast<SamplingRow*>(rows);
   parallel(num_rows, num_threads, [=](int64_t i) {
+    all[i].logits = logits + i * stride;
     sample_row(all[i], size, top_ids + i * max_top, top_logprobs + i * max_top);
   });
 }

@@ -1,7 +1,9 @@
 """A decoder layer that the compiled kernels run in one call: what it is made of, and how it is handed over."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -109,6 +111,52 @@ class FusedLayer:
         """Return the layer, or None if its weights are not of 8 bits."""
         parts = (layer.qkv, layer.output, layer.up, layer.down)
         return cls(layer) if all(isinstance(part.weight, PackedInt8Weight) for part in parts) else None
+
+
+class LayerSteps:
+    """The steps of layers that run in one call, over their caches: laid out once, since from run to run only rows and
+    rotations change. Keeps what they are of alive."""
+
+    __slots__ = ("_kv_layers", "_layers", "addresses", "steps")
+
+    def __init__(self, layers: Sequence[FusedLayer], kv_layers: Sequence[Tensor], num_threads: int) -> None:
+        self._layers, self._kv_layers = tuple(layers), tuple(kv_layers)
+        self.addresses = (ctypes.c_void_p * len(layers))(*[layer.address for layer in layers])
+        self.steps = (Step * len(layers))()
+        for step, kv_blocks in zip(self.steps, kv_layers, strict=True):
+            step.cache, step.num_threads = RowCache.of(kv_blocks), num_threads
+
+    def are_of(self, layers: Sequence[FusedLayer], kv_layers: Sequence[Tensor]) -> bool:
+        """Whether these are the very layers and caches."""
+        return (
+            len(layers) == len(self._layers)
+            and all(map(is_, layers, self._layers))
+            and all(map(is_, kv_layers, self._kv_layers))
+        )
+
+    def fill(
+        self,
+        hidden: Tensor,
+        rotations: Sequence[tuple[Tensor, Tensor] | None],
+        slot_mapping: Tensor,
+        table: Tensor,  # of the spans
+    ) -> None:
+        """Take the rows of the next run, and the rotation of each layer; the caller keeps their tensors alive."""
+        rows, slots, spans = hidden.data_ptr(), slot_mapping.data_ptr(), table.data_ptr()
+        num_tokens, num_spans = hidden.shape[0], table.shape[0]
+        rotation, pointers = None, _pointers(None)
+        for step, own in zip(self.steps, rotations, strict=True):
+            if own is not rotation:  # most layers have that of the layer before
+                rotation, pointers = own, _pointers(own)
+            step.hidden, step.slots, step.spans = rows, slots, spans
+            step.num_tokens, step.num_spans = num_tokens, num_spans
+            step.cos, step.sin, step.half = pointers
+
+
+def _pointers(rotation: tuple[Tensor, Tensor] | None) -> tuple[int | None, int | None, int]:
+    if rotation is None:
+        return None, None, 0
+    return rotation[0].data_ptr(), rotation[1].data_ptr(), rotation[0].shape[1]
 
 
 def _int8_weight(projection: Projection) -> _Int8Weight:

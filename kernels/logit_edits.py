@@ -6,15 +6,15 @@ and outlasts the rest. What is not allowed, or banned, becomes -inf.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pdserve.kernels.hot_dataclass import hot_dataclass
 from pdserve.kernels.seen_tokens import SeenTokens
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class LogitEdits:
     """The edits of one row. An id beyond the row is passed over."""
 

@@ -7,20 +7,20 @@ summation shows nowhere. Among equal logits the smaller token id is the likelier
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.kernels.hot_dataclass import hot_dataclass
 from pdserve.kernels.logit_edits import LogitEdits, edit_row
 
 SEED_MASK = 2**64 - 1
 _TOP_P_CANDIDATES = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class RowRequest:
     """What is wanted of one row of logits: a token, or what is known of a given one.
 
@@ -38,7 +38,7 @@ class RowRequest:
     edits: LogitEdits | None = None  # made before a token is sampled; logprobs are of the model's own logits
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class RowAnswer:
     """What a row gave. `token_id` is None where no token was allowed, or logits, edited ones too, were not finite."""
 

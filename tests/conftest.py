@@ -26,9 +26,6 @@ from pdserve.engine.model_source import resolve_model
 
 # Idle threads of a pool must not spin: on few cores they starve whoever has work. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Triton kernels run in its interpreter, on tensors of the CPU; TRITON_INTERPRET=0 runs them on a GPU. Read when triton
-# is loaded, which other libraries may do.
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # What the tests serve is on this machine, and clients that heed a proxy of yours must not ask it for that.
 for _name in ("no_proxy", "NO_PROXY"):
@@ -42,6 +39,17 @@ settings.register_profile("explore", settings.get_profile("repeat"), derandomize
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 TinyModel = Callable[..., Path]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Run Triton's kernels in its interpreter and show no GPU to anyone, unless the tests marked `gpu` are asked for.
+
+    What an engine on its default device computes, and processes that tests start, would be on a GPU where there is one,
+    and interpreted there. TRITON_INTERPRET is read when triton is loaded, which other libraries may do.
+    """
+    wants_gpu = config.getoption("markexpr") == "gpu"
+    if os.environ.setdefault("TRITON_INTERPRET", "0" if wants_gpu else "1") == "1":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_finish() -> None:

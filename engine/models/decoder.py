@@ -127,7 +127,7 @@ class Decoder:
         rotations = self.rotary.rotations(model_input.positions, model_input.rope_lengths, dtype)
         return _Step(
             [None if shape.rope is None else rotations[shape.rope] for shape in self.config.layers],
-            [kv_cache.layer(index) for index in range(self.config.num_layers)],
+            kv_cache.layers,
             model_input.slot_mapping,
             model_input.layout or self._operations.prepare(model_input.spans),
         )

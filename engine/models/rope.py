@@ -119,7 +119,7 @@ class RotaryEmbedding:
         rope_lengths: Tensor,  # [num_tokens] int64: the sequence length by which each token is rotated
     ) -> tuple[Tensor, Tensor]:  # each [num_tokens, rotary_dim / 2] float32
         """Return cosines and sines, scaled by the type's attention factor."""
-        cos, sin = self._cos[positions], self._sin[positions]
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
         if self.length_limit is None or int(rope_lengths.max()) <= self.length_limit:
             return cos, sin
         for length in torch.unique(rope_lengths[rope_lengths > self.length_limit]).tolist():

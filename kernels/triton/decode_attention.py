@@ -55,21 +55,21 @@ def decode_attention(
     num_splits = max(1, triton.cdiv(longest, split))
     dims = triton.next_power_of_2(head_dim)
     parts = query.new_empty((num_seqs, num_heads, num_splits, dims), dtype=torch.float32)
-    statistics = query.new_empty((2, num_seqs, num_heads, num_splits), dtype=torch.float32)
+    maxima, totals = (query.new_empty((num_seqs, num_heads, num_splits), dtype=torch.float32) for _ in range(2))
     group = num_heads // num_kv_heads
     attend_part[(num_seqs, num_kv_heads, num_splits)](
         query, rows.values, rows.scales, batch.block_tables, batch.context_lens,
-        query if alibi_slopes is None else alibi_slopes, parts, statistics, statistics[1],
+        query if alibi_slopes is None else alibi_slopes, parts, maxima, totals,
         batch.block_tables.stride(0), kv_blocks.stride(0), kv_blocks.stride(1), kv_blocks.stride(2),
-        kv_blocks.stride(3), block_size, num_heads, num_splits, scale, soft_cap or 0.0, window or 0,
+        kv_blocks.stride(3), block_size, num_heads, split, num_splits, scale, soft_cap or 0.0, window or 0,
         GROUP=group, ROWS=max(_SMALLEST_ROWS, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIMS=dims,
-        TILE=_tile(query, rows), SPLIT=split, FORMAT=rows.name, HAS_SOFT_CAP=soft_cap is not None,
+        TILE=_tile(query, rows), FORMAT=rows.name, HAS_SOFT_CAP=soft_cap is not None,
         HAS_WINDOW=window is not None, HAS_ALIBI=alibi_slopes is not None,
         PRODUCT=product_dtype(query.dtype), num_warps=4,
     )  # fmt: skip
     merge_parts[(num_seqs, num_heads)](
-        parts, statistics, statistics[1], batch.context_lens, output, num_heads, num_splits, window or 0,
-        HEAD_DIM=head_dim, DIMS=dims, SPLIT=split, HAS_WINDOW=window is not None, num_warps=4,
+        parts, maxima, totals, batch.context_lens, output, num_heads, split, num_splits, window or 0,
+        HEAD_DIM=head_dim, DIMS=dims, HAS_WINDOW=window is not None, num_warps=4,
     )  # fmt: skip
     return output
 
@@ -86,14 +86,15 @@ def _split_size(num_rows: int, max_context_len: int) -> int:
     return max(256, triton.cdiv(triton.cdiv(max_context_len, num_splits), _TILE) * _TILE)
 
 
-@triton.jit
+# What changes from step to step is not specialised: a kernel compiled anew holds every stream up.
+@triton.jit(do_not_specialize=["table_stride", "split", "num_splits"])
 def attend_part(
     query, values, scales, block_tables, context_lens, alibi_slopes, parts, maxima, totals,
-    table_stride, block_stride, value_stride, head_stride, row_stride, block_size, num_heads, num_splits,
+    table_stride, block_stride, value_stride, head_stride, row_stride, block_size, num_heads, split, num_splits,
     scale, soft_cap, window,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, FORMAT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, PRODUCT: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence's context, for the query heads of one KV head. Sums are float32."""
     seq = tl.program_id(0).to(tl.int64)
@@ -103,8 +104,8 @@ def attend_part(
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(0, context_len - window)
-    split_start = (begin // SPLIT + part) * SPLIT
-    split_end = tl.minimum(split_start + SPLIT, context_len)
+    split_start = (begin // split + part) * split
+    split_end = tl.minimum(split_start + split, context_len)
     if split_start >= context_len:
         return
     rows = tl.arange(0, ROWS)
@@ -135,10 +136,10 @@ def attend_part(
     tl.store(totals + at, total, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["split", "num_splits"])
 def merge_parts(
-    parts, maxima, totals, context_lens, output, num_heads, num_splits, window,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    parts, maxima, totals, context_lens, output, num_heads, split, num_splits, window,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Merge a head's parts in their order; parts beyond its own context are not read."""
     seq = tl.program_id(0).to(tl.int64)
@@ -147,7 +148,7 @@ def merge_parts(
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(0, context_len - window)
-    num_parts = tl.cdiv(context_len, SPLIT) - begin // SPLIT
+    num_parts = tl.cdiv(context_len, split) - begin // split
     dims = tl.arange(0, DIMS)
     highest = float("-inf")
     total = 0.0

@@ -59,7 +59,7 @@ def prefill_attention(
     return output
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # changes from step to step: see attend_part
 def attend_rows(
     query, values, scales, block_tables, tiles, alibi_slopes, output,
     table_stride, block_stride, value_stride, head_stride, row_stride, block_size, num_heads,

@@ -1,6 +1,7 @@
 """Decode steps by bucket: which bucket, what is padding, and the same logits as a step that is not padded.
 
-Capturing itself needs a GPU; here a replay computes anew, from the same tensors.
+Capturing itself needs a GPU; here a replay computes anew, from the same tensors, or on torch's meta device, whose
+values nobody can read.
 """
 
 from pathlib import Path
@@ -8,17 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pdserve.engine.block_pool import BlockId
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache import KVCache
 from pdserve.engine.model_input import ModelInput
 from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.models.decoder import Decoder, build_rotary
+from pdserve.engine.models.decoder_config import DecoderConfig
 from pdserve.engine.models.model_dir import ModelDir
+from pdserve.engine.models.weights import WeightFiles, load_decoder_weights
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.scheduled_batch import ScheduledBatch, ScheduledSpan
+from pdserve.kernels.operations import choose_operations
 
 pytest.importorskip("triton")
-from pdserve.engine.cuda_graphs import Bucket, BucketInput, all_buckets, bucket_of
+from pdserve.engine.cuda_graphs import Bucket, BucketInput, DecodeGraphs, all_buckets, bucket_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -110,3 +118,56 @@ def test_a_padded_step_is_the_step_itself(tiny_model: Any, kv_cache_dtype: str) 
         ours, expected = (runner.kv_cache.layer(1)[block_id].float() for runner in runners)
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
     assert not any(bool(runner.kv_cache.layer(1)[block_id].float().any()) for runner in runners for block_id in (2, 7))
+
+
+class _HostTensors(TorchDispatchMode):
+    """Records the operations that are given or make a tensor on the host; one number alone is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_operations = 0
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.num_operations += 1
+        tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
+        if any(each.device.type == "cpu" and each.dim() for each in tensors):
+            self.names.append(str(func))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("qwen3", {"head_dim": 24}),
+        ("gemma2", {"head_dim": 16, "sliding_window": 8, "final_logit_softcapping": 3.0}),
+        ("granite", {"embedding_multiplier": 3.0, "logits_scaling": 4.0}),
+        ("starcoder2", {"sliding_window": 8}),
+    ],
+)
+def test_what_is_captured_neither_waits_for_the_device_nor_gives_it_anything(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, model_type: str, options: dict[str, Any]
+) -> None:
+    launcher = "triton.runtime.interpreter.InterpretedFunction.run"
+    monkeypatch.setattr(launcher, lambda *_, **__: None)  # there is nothing to launch on
+    device, dtype = torch.device("meta"), torch.bfloat16
+    model_dir = ModelDir.open(tiny_model(model_type, **options))
+    shape = DecoderConfig.from_config(model_dir.config)
+    operations = choose_operations("bfloat16", 1, use_cpu_kernels=False, triton_device=device)
+    weights = load_decoder_weights(WeightFiles.open(model_dir.path), shape, dtype, None, operations, device)
+    decoder = Decoder(shape, weights, build_rotary(shape, 64, device), operations)
+    size = (8, shape.num_layers, shape.num_kv_heads, _BLOCK_SIZE, shape.head_dim)
+    recorded = _HostTensors()
+
+    def capture(compute: Any) -> Any:
+        with recorded:
+            compute()
+        return compute
+
+    kv_cache = KVCache.allocate_on(device, *size, dtype)
+    with torch.inference_mode():
+        DecodeGraphs(decoder, kv_cache, all_buckets(4, 64), _BLOCK_SIZE, device, capture).capture_all()
+
+    assert recorded.num_operations > 100
+    assert recorded.names == []

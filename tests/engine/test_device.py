@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.device import DeviceMemory, Place, block_memory, on_device
+from pdserve.engine.device import DeviceMemory, Place, block_memory, check_launcher, on_device
 from pdserve.engine.errors import InvalidRequest, ModelError
 from pdserve.engine.model_runner import graph_bytes
 from pdserve.engine.models.decoder_config import DecoderConfig
@@ -35,6 +35,14 @@ def test_a_name_finds_its_place_again() -> None:
     for name in ("cpu", "interpreter"):
         assert Place.of(name).name == name
     assert Place(torch.device("cuda", 1), uses_triton=True).name == "cuda:1"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which triton launches")
+def test_what_triton_needs_to_launch_kernels_is_told() -> None:
+    pytest.importorskip("triton")
+
+    with pytest.raises(InvalidRequest, match=r"'cuda:0': triton cannot build .* a C compiler and Python's headers"):
+        check_launcher("cuda:0")
 
 
 def test_8_bit_weights_compute_in_bfloat16_on_a_gpu() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.errors import InvalidRequest
+from pdserve.engine.errors import InvalidRequest, ModelError
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.models.model_dir import ModelDir
 from pdserve.engine.sampling_params import SamplingParams
@@ -135,20 +135,28 @@ def test_tokens_are_sampled_where_the_logits_lie(model_dir: Path) -> None:
     assert results["3"][0].token_id == 40 != results["3"][1].token_id
 
 
-def test_what_samples_is_compiled_before_the_first_request(model_dir: Path) -> None:
-    """With edits and without; a GPU compiles a kernel when it is first launched."""
+def test_what_serving_launches_is_compiled_before_the_first_request(model_dir: Path) -> None:
+    """Sampling with edits and without, decoding beside a chunk, moving blocks; a GPU compiles a kernel when it is first
+    launched."""
+    from pdserve.kernels.triton.block_copy import move_words
+    from pdserve.kernels.triton.decode_attention import attend_part, merge_parts
+    from pdserve.kernels.triton.prefill_attention import attend_rows
     from pdserve.kernels.triton.sampling import sample_row
 
     config = EngineConfig(model_dir=model_dir, device="interpreter", num_blocks=4, max_num_batched_tokens=8)
     runner = ModelRunner.load(config, ModelDir.open(model_dir))
-    launched: list[bool] = []
-    sample_row.add_pre_run_hook(lambda *_, **named: launched.append(named["HAS_EDITS"]))
+    kernels = (sample_row, attend_rows, attend_part, merge_parts, move_words)
+    launched: list[tuple[str, bool]] = []
+    for kernel in kernels:
+        name = kernel.__name__
+        kernel.add_pre_run_hook(lambda *_, own=name, **named: launched.append((own, named.get("HAS_EDITS", False))))
     try:
         runner.warm_up(config)
     finally:
-        sample_row.pre_run_hooks.clear()
+        for kernel in kernels:
+            kernel.pre_run_hooks.clear()
 
-    assert launched == [False, True]
+    assert set(launched) == {(kernel.__name__, False) for kernel in kernels} | {("sample_row", True)}
     assert not runner.kv_cache.layer(0)[1:].any()  # and nobody's block was written
 
 
@@ -246,6 +254,11 @@ def test_preempted_blocks_wait_in_host_memory(model_dir: Path) -> None:
     _assert_equal(_run(ours, specs), _run(reference, specs))
 
     assert ours.load_now().num_swaps > 0
+
+
+def test_blocks_that_do_not_fit_the_device_are_told(model_dir: Path) -> None:
+    with pytest.raises(ModelError, match=f"{2**40} KV blocks do not fit the memory of cpu"):
+        _engine(model_dir, "interpreter", num_blocks=2**40)
 
 
 def test_a_device_that_is_not_there_is_refused_with_a_sentence(model_dir: Path) -> None:

@@ -1,12 +1,14 @@
-"""Paged caches and queries for kernels, on the GPU where there is one and otherwise for Triton's interpreter.
+"""Paged caches and queries for kernels, for Triton's interpreter or, where it is not chosen, on a GPU.
 
-tests/conftest.py chooses the interpreter before anything imports triton.
+tests/conftest.py chooses before anything imports triton, which must not be imported here.
 """
 
 import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +19,21 @@ from pdserve.kernels.attention import AttentionSpan
 from pdserve.kernels.kv_rows import row_elements
 from pdserve.kernels.kv_store import store_kv
 
-collect_ignore_glob: list[str] = []
-try:
-    import triton  # noqa: F401
-except ModuleNotFoundError:
-    collect_ignore_glob.append("test_*.py")
+collect_ignore_glob = ["test_*.py"] if find_spec("triton") is None else []
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+def is_interpreted() -> bool:
+    return os.environ["TRITON_INTERPRET"] == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without the interpreter kernels need a GPU: what launches one is then a test of those marked so."""
+    if is_interpreted():
+        return
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here) and "device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +75,11 @@ class AttentionInputs:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    return torch.device("cpu" if IS_INTERPRETED else "cuda")
+    if is_interpreted():
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return torch.device("cuda")
 
 
 @pytest.fixture

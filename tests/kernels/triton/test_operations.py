@@ -9,7 +9,7 @@ import torch
 
 from pdserve.kernels.operations import Operations, TorchOperations, choose_operations
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IS_INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 
 
 def _gpu_operations(dtype: str = "float32", *, is_batch_invariant: bool = False) -> Operations:
@@ -75,7 +75,6 @@ def test_an_empty_batch_has_neither_decode_nor_prefill() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_kernels_run_on_the_gpu(make_inputs: Callable[..., Any]) -> None:
-    """With TRITON_INTERPRET=0, as are all tests of this folder."""
     inputs = make_inputs(sequences=((1, 2000), (300, 1000)), head_dim=128, dtype=torch.bfloat16)
     assert inputs.query.device.type == "cuda"
     operations, reference = _gpu_operations("bfloat16"), TorchOperations()
