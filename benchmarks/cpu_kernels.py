@@ -41,7 +41,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--build", help="avx512vnni, avx512, avx2 or generic; by default the best that runs here")
+    parser.add_argument("--build", help="avx512bf16, avx512vnni, avx512, avx2 or generic; else the best")
     arguments = parser.parse_args()
     num_threads = arguments.threads
     kernels, int8 = (_kernels(arguments.build, num_threads, is_int8) for is_int8 in (False, True))

@@ -1,8 +1,8 @@
 """The compiled CPU kernels: found, chosen for this processor and called through ctypes.
 
-Each function has the result of the torch reference of the same name up to rounding; unlike it, the result of a row
-never depends on the other rows. Built with the package (see pyproject.toml); without a compiler there is none, and
-`load` returns None.
+Each function has the result of the torch reference of the same name up to rounding (attention over a cache of bfloat16
+rounds queries and weights to bfloat16, too); unlike it, the result of a row never depends on the other rows. Built with
+the package (see pyproject.toml); without a compiler there is none, and `load` returns None.
 """
 
 import ctypes
@@ -21,7 +21,10 @@ from pdserve.kernels.packed_weight import PackedInt8Weight, PackedWeight
 from pdserve.kernels.rms_norm import rms_norm
 
 # The best first. What torch says of the processor comes first, so that ATEN_CPU_CAPABILITY rules these kernels, too.
-_BY_CAPABILITY = {"AVX512": ("avx512vnni", "avx512", "avx2", "generic"), "AVX2": ("avx2", "generic")}
+_BY_CAPABILITY = {
+    "AVX512": ("avx512bf16", "avx512vnni", "avx512", "avx2", "generic"),
+    "AVX2": ("avx2", "generic"),
+}
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 

@@ -11,10 +11,29 @@
 
 namespace {
 
+struct Part {
+  int64_t tile, partition, place;  // of its result
+};
+
+template <typename Row>
+__attribute__((noinline)) void merge_parts(const std::vector<QueryTile<Row>>& tiles, const std::vector<Part>& parts,
+                                           const float* results) {
+  std::vector<float> merged;
+  for (size_t i = 0; i < parts.size();) {
+    const QueryTile<Row>& tile = tiles[parts[i].tile];
+    merged.resize(tile.result_size());
+    tile.start(merged.data());
+    for (const int64_t which = parts[i].tile; i < parts.size() && parts[i].tile == which; i++)
+      tile.merge(results + parts[i].place, merged.data());
+    tile.finish(merged.data());
+  }
+}
+
 // Tiles of tokens and KV heads are independent. Where they are too few to share among the threads, as for one
 // sequence that decodes, their partitions are computed apart and merged in the same order: the same bits.
 template <typename Row>
 void attend_rows(const Attention& a, const std::vector<Span>& spans, int num_threads) {
+  constexpr bool kHasSubnormals = QueryTile<Row>::kHasSubnormals;
   std::vector<QueryTile<Row>> tiles;
   for (const Span& span : spans)
     for (int64_t token = 0; token < span.query_len; token += kMaxQueryTile)
@@ -26,14 +45,12 @@ void attend_rows(const Attention& a, const std::vector<Span>& spans, int num_thr
     const int64_t size = are_many ? a.num_kv_heads : 1;
     const int64_t num_tasks = tiles.size() / size;
     parallel(num_tasks, num_threads, [&](int64_t task) {
+      const SubnormalGuard guard(kHasSubnormals);
       const int64_t first = (num_tasks - 1 - task) * size;  // the last tokens of a prompt see the most: first
       for (int64_t j = first; j < first + size; j++) tiles[j].attend();
     });
     return;
   }
-  struct Part {
-    int64_t tile, partition, place;
-  };
   std::vector<Part> parts;
   int64_t size = 0;
   for (int64_t tile = 0; tile < int64_t(tiles.size()); tile++)
@@ -43,18 +60,12 @@ void attend_rows(const Attention& a, const std::vector<Span>& spans, int num_thr
     }
   std::vector<float> results(size);
   parallel(parts.size(), num_threads, [&](int64_t i) {
+    const SubnormalGuard guard(kHasSubnormals);
     QueryTile<Row> tile = tiles[parts[i].tile];
     tile.compute(parts[i].partition, results.data() + parts[i].place);
   });
-  std::vector<float> merged;
-  for (size_t i = 0; i < parts.size();) {
-    const QueryTile<Row>& tile = tiles[parts[i].tile];
-    merged.resize(tile.result_size());
-    tile.start(merged.data());
-    for (const int64_t which = parts[i].tile; i < parts.size() && parts[i].tile == which; i++)
-      tile.merge(results.data() + parts[i].place, merged.data());
-    tile.finish(merged.data());
-  }
+  const SubnormalGuard guard(kHasSubnormals);
+  merge_parts(tiles, parts, results.data());
 }
 
 inline void attend(const Attention& a, const std::vector<Span>& spans, int num_threads) {

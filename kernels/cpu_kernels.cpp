@@ -49,6 +49,10 @@ int pdserve_inputs() { return kInputs; }
 
 // Whether this processor has the instructions of this build.
 int pdserve_runs_here() {
+#if defined(__AVX512BF16__)
+  unsigned features = 0, b, c, d;  // of bfloat16 not every compiler's __builtin_cpu_supports has heard
+  if (!__get_cpuid_count(7, 1, &features, &b, &c, &d) || !(features >> 5 & 1)) return 0;
+#endif
 #if defined(__AVX512VNNI__)
   return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");

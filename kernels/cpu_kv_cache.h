@@ -1,6 +1,6 @@
 // The rows of a KV cache. A row is one head of one token: float32, or rounded to bfloat16, float16, or int8 with a
-// scale. It is written once; attention expands it to float32 as it reads it, and every build expands and rounds to the
-// same bits.
+// scale. It is written once; attention expands it to float32 as it reads it, or multiplies pairs of bfloat16 as they
+// are, and every build expands and rounds to the same bits.
 
 #pragma once
 
@@ -69,9 +69,12 @@ struct Bfloat16Row {
     std::memcpy(row + 2 * d, &rest, 2 * (head_dim - d));
   }
 
-  static HalfVec rounded(Vec values) {
+  static HalfVec rounded(Vec values) { return __builtin_convertvector(rounded_bits(values), HalfVec); }
+  static Vec nearest(Vec values) { return (Vec)(rounded_bits(values) << 16); }
+
+  static BitsVec rounded_bits(Vec values) {
     const BitsVec bits = (BitsVec)values, nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return __builtin_convertvector(values == values ? nearest : nearest * 0 + 0x7fc0, HalfVec);
+    return values == values ? nearest : nearest * 0 + 0x7fc0;
   }
 
   static Vec vector(const uint8_t* row, int64_t d, float) {

@@ -41,7 +41,7 @@ _RANDOM = (
 
 
 def _builds() -> Iterator[str]:
-    for name in ("avx512vnni", "avx512", "avx2", "generic"):
+    for name in ("avx512bf16", "avx512vnni", "avx512", "avx2", "generic"):
         for suffix in importlib.machinery.EXTENSION_SUFFIXES:
             if Path(cpu.__file__).with_name(f"cpu_{name}{suffix}").exists():
                 yield f"cpu_{name}{suffix}"
