@@ -232,10 +232,11 @@ class Engine:
             self._speculator.settle(batch, verified, seconds)
         return overdue + outputs
 
-    def commit_ahead(self) -> bool:
-        """Take a piece of the memory that the next blocks need; False when there is enough. For idle moments."""
+    def commit_ahead(self, *, is_quiet: bool = True) -> bool:
+        """Take a piece of the memory that the next blocks need; False when there is enough, of which half will do where
+        it is not quiet. For idle moments."""
         next_block = self.pool.next_block
-        return next_block is not None and self._runner.kv_cache.commit_ahead(next_block)
+        return next_block is not None and self._runner.kv_cache.commit_ahead(next_block, is_quiet=is_quiet)
 
     def check_integrity(self) -> None:
         """Prove that blocks, tables and what speculation keeps agree.

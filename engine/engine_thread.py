@@ -34,6 +34,8 @@ T = TypeVar("T")
 _INTEGRITY_INTERVAL_S = 5.0
 _JOIN_TIMEOUT_S = 30.0
 _LOOK_AT_OTHERS_S = 0.004  # in a pause for their sake; nothing tells when they have stopped
+_LOAD_INTERVAL_S = 0.02  # of steady streams: who asks how busy the engine is does so every second
+_QUIET_S = 0.5  # without a step; what was computed last has then reached whom it is for
 
 
 class SequenceStream:
@@ -109,11 +111,13 @@ class EngineThread:
         self._step_started_at: float | None = None
         self._on_cache_changes: Callable[[list[BlockChange]], object] | None = None
         self._checked_at = time.monotonic()
+        self._stepped_at = float("-inf")  # when the last step with an output ended
         self.facts = engine.facts
         engine.layer_watch = LayerWatch(
             engine.facts.num_layers, engine.facts.block_size, self._is_followed, self._tell_layers
         )
-        self.load = engine.load_now()  # replaced after each step and each round of commands
+        self.load = engine.load_now()  # replaced after each step, of steady streams now and then
+        self._load_at = time.monotonic()
         self.stopped = asyncio.Event()
         self.failure: BaseException | None = None
 
@@ -249,23 +253,33 @@ class EngineThread:
             self._step_started_at = None
             if changes := self._engine.tiers.take_changes():
                 self._loop.call_soon_threadsafe(self._deliver_changes, changes)
-            if outputs:
-                self._loop.call_soon_threadsafe(self._deliver, outputs)
-            self.load = self._engine.load_now()
             # A step that computed nothing is repeated only after a command: nothing else can make room.
             can_step = bool(outputs) and self._engine.scheduler.has_work
+            self._end_step(outputs, can_step)
+
+    def _end_step(self, outputs: list[StepOutput], can_step: bool) -> None:
+        """Let others have the outputs, and the load: of steady streams now and then, for every moment here is one
+        between two tokens."""
+        now = time.monotonic()
+        if outputs:
+            self._loop.call_soon_threadsafe(self._deliver, outputs)
+            self._stepped_at = now
+        if not can_step or now - self._load_at >= _LOAD_INTERVAL_S or not is_steady(self._engine.scheduler):
+            self._note_load(now)
+
+    def _note_load(self, now: float) -> None:
+        self.load = self._engine.load_now()
+        self._load_at = now
 
     def _run_commands(self, wait: bool) -> bool:
         """Run what is queued, waiting for the first command if asked to, or until a sequence has waited too long.
 
         Return False at the end.
         """
+        timeout_s = None
         if wait:
             self._say_busy(False)
-            self._check_integrity_when_idle()
-            while self._commands.empty() and self._engine.commit_ahead():
-                pass
-        timeout_s = self._engine.seconds_to_expiry() if wait else None
+            timeout_s = self._tidy()
         if not wait and (pause_s := self._pause_s()) > 0:
             self._say_busy(False)
             wait, timeout_s = True, min(pause_s, _LOOK_AT_OTHERS_S)
@@ -282,21 +296,31 @@ class EngineThread:
 
     def _pause_s(self) -> float:
         """Return for how long the next step is to wait for the sake of others."""
-        left_s = self._pace.left_s(time.monotonic())
+        now = time.monotonic()
+        left_s = self._pace.left_s(now)
         if not left_s or self._core_share is None or not self._core_share.is_wanted_by_others:
             return 0.0
-        self.load = self._engine.load_now()
-        return left_s if is_steady(self.load) else 0.0
+        self._note_load(now)
+        return left_s if is_steady(self._engine.scheduler) else 0.0
 
     def _say_busy(self, is_busy: bool) -> None:
         if self._core_share is not None:
             self._core_share.set_busy(is_busy)
 
-    def _check_integrity_when_idle(self) -> None:
+    def _tidy(self) -> float | None:
+        """Do what idle moments are for, as far as nobody wants this one; return when to look again."""
         now = time.monotonic()
-        if self._engine.scheduler.num_sequences == 0 and now - self._checked_at > _INTEGRITY_INTERVAL_S:
+        is_quiet = now - self._stepped_at >= _QUIET_S and not self._engine.scheduler.num_sequences
+        is_quiet &= self._core_share is None or not self._core_share.is_wanted_by_others
+        if is_quiet and now - self._checked_at > _INTEGRITY_INTERVAL_S:
             self._engine.check_integrity()
             self._checked_at = now
+        while self._commands.empty() and self._engine.commit_ahead(is_quiet=is_quiet):
+            pass
+        expiry_s = self._engine.seconds_to_expiry()
+        if is_quiet:
+            return expiry_s
+        return _QUIET_S if expiry_s is None else min(_QUIET_S, expiry_s)
 
     def _is_followed(self, seq_id: str) -> bool:
         stream = self._streams.get(seq_id)

@@ -75,9 +75,9 @@ class KVCache:
         """Whether blocks are read as copies: to read parts of one costs as much each time as the whole."""
         return self._staging is not None
 
-    def commit_ahead(self, next_block: BlockId) -> bool:
+    def commit_ahead(self, next_block: BlockId, *, is_quiet: bool = True) -> bool:
         """Take a piece of memory that blocks from `next_block` on will need; False when enough is taken."""
-        return self._pages is not None and self._pages.advance(next_block * self.block_size_bytes)
+        return self._pages is not None and self._pages.advance(next_block * self.block_size_bytes, is_quiet=is_quiet)
 
     @property
     def num_committed_bytes(self) -> int:

@@ -3,6 +3,9 @@
 The system clears a page when it is first written: while a pool is new that was a fifth of the time of short prompts.
 Taking the whole pool at once would hold memory that a laptop's demo never uses, so pages are taken a margin ahead of
 the blocks in use, by an engine that has nothing else to do.
+
+Clearing pages takes a core and the memory's bandwidth, and what has just been computed is then on its way to others
+that want both: all of the margin is for quiet moments, half of it for any.
 """
 
 import ctypes
@@ -10,7 +13,7 @@ import mmap
 import sys
 
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14 and later: as if every page were written, without changing what is in it
-_PIECE_BYTES = 4 * 1024 * 1024  # a command waits for one piece, a few milliseconds
+_PIECE_BYTES = 1024 * 1024  # a command waits for one piece, some half a millisecond
 MARGIN_BYTES = 512 * 1024 * 1024
 
 
@@ -23,9 +26,11 @@ class PageCommit:
         self._is_offered = sys.platform == "linux"
         self.num_committed = 0
 
-    def advance(self, num_used: int) -> bool:
-        """Take one more piece if less than the margin lies ahead of `num_used` bytes; False when nothing is to do."""
-        end = min(self._num_bytes, num_used + MARGIN_BYTES)
+    def advance(self, num_used: int, *, is_quiet: bool = True) -> bool:
+        """Take one more piece if less than the margin, or half of it where it is not quiet, lies ahead of `num_used`
+        bytes; False when nothing is to do."""
+        end = min(self._num_bytes, num_used + (MARGIN_BYTES if is_quiet else MARGIN_BYTES // 2))
+        end -= end % mmap.PAGESIZE  # the next piece begins there
         size = min(_PIECE_BYTES, end - self.num_committed)
         if size <= 0 or not self._is_offered:
             return False

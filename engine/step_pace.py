@@ -1,6 +1,6 @@
 """When running streams let others have the cores: as long as each still gets its next token in time. Pure: no clock."""
 
-from pdserve.engine.engine import EngineLoad
+from pdserve.engine.scheduler import Scheduler
 
 _AIM = 0.8  # of the target: the rest is for noise and for the way of a token to its client
 
@@ -28,6 +28,6 @@ class StepPace:
         return max(0.0, self._started_at + self._interval_s - now)
 
 
-def is_steady(load: EngineLoad) -> bool:
+def is_steady(scheduler: Scheduler) -> bool:
     """Return whether all there is are streams that wait for their next token."""
-    return load.num_waiting == 0 and load.num_uncomputed_tokens == load.num_running
+    return scheduler.num_waiting == 0 and scheduler.num_uncomputed_tokens == scheduler.num_running

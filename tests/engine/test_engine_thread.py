@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.engine import engine_thread
 from pdserve.engine.block_pool import BlockUsage
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
@@ -16,6 +17,7 @@ from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.sequence import SequenceSpec
 from pdserve.engine.step_output import StepOutput
 
+_DEADLINE_S = 60
 _ENDLESS = SamplingParams(max_tokens=400, temperature=0.0, seed=0, ignore_eos=True)
 _SHORT = SamplingParams(max_tokens=5, temperature=0.0, seed=0, ignore_eos=True)
 
@@ -191,3 +193,24 @@ async def test_a_follower_is_told_that_the_engine_has_stopped(tiny_model: Any) -
 
     with pytest.raises(EngineStopped):
         await task
+
+
+async def test_the_load_of_a_steady_stream_is_renewed(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "_LOAD_INTERVAL_S", 0.0)
+    spec = SequenceSpec("a", (5, 6, 7), _ENDLESS)
+    async with _thread(tiny_model) as thread, thread.computing(spec) as (stream,), asyncio.timeout(_DEADLINE_S):
+        await stream.next()
+        before = thread.load
+        while thread.load is before:
+            await stream.next()
+        assert thread.load.num_running == 1
+
+
+async def test_the_end_of_a_stream_shows_in_the_load_at_once(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "_LOAD_INTERVAL_S", 3_600.0)
+    async with _thread(tiny_model) as thread, asyncio.timeout(_DEADLINE_S):
+        async with thread.computing(SequenceSpec("a", (5, 6, 7), _SHORT)) as (stream,):
+            await stream.follow(lambda output: output.finish_reason is not None)
+        await thread.call(lambda engine: None)  # what comes after the last step is done
+
+        assert thread.load.num_running == 0
