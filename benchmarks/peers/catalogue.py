@@ -24,6 +24,7 @@ OURS = {
     "pdserve-tpot40": ("--dtype", "auto", "--tpot-target-ms", "40"),
     "pdserve-tpot150": ("--dtype", "auto", "--tpot-target-ms", "150"),
     "pdserve-local256": ("--dtype", "auto", "--tpot-target-ms", "40", "--min-disaggregated-tokens", "256"),
+    "pdserve-local256-tpot100": ("--dtype", "auto", "--tpot-target-ms", "100", "--min-disaggregated-tokens", "256"),
     "pdserve-colocated": ("--dtype", "auto", "--prefill-nodes", "0"),
     "pdserve-colocated-b128": ("--dtype", "auto", "--prefill-nodes", "0", "--max-num-batched-tokens", "128"),
     "pdserve-colocated-tpot40": ("--dtype", "auto", "--prefill-nodes", "0", "--tpot-target-ms", "40"),
