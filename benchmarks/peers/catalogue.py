@@ -22,6 +22,7 @@ OURS = {
     "pdserve-alike": ("--dtype", "auto", "--prefill-niceness", "0"),
     "pdserve-unshared": ("--dtype", "auto", "--no-share-cores"),
     "pdserve-tpot40": ("--dtype", "auto", "--tpot-target-ms", "40"),
+    "pdserve-tpot100": ("--dtype", "auto", "--tpot-target-ms", "100"),
     "pdserve-tpot150": ("--dtype", "auto", "--tpot-target-ms", "150"),
     "pdserve-local256": ("--dtype", "auto", "--tpot-target-ms", "40", "--min-disaggregated-tokens", "256"),
     "pdserve-local256-tpot100": ("--dtype", "auto", "--tpot-target-ms", "100", "--min-disaggregated-tokens", "256"),
