@@ -2,7 +2,7 @@
 
 A weight has one scale an output, a row of inputs one scale, so a row's result never depends on the other rows. A few
 channels of a transformer are far larger than the rest: the scale is made for the others, whose integers fit 8 bits, and
-the few get up to 16 (measured: docs/performance.md).
+the few get up to 16 (measured: docs/performance_kernels.md).
 """
 
 from dataclasses import dataclass
