@@ -8,7 +8,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.model_runner import has_own_decoder
 from pdserve.kernels.cpu import CpuKernels
 
-# Families whose int8 perplexity was measured (docs/performance_kernels.md, benchmarks/perplexity.py); others stay in float32.
+# Families whose int8 perplexity was measured (docs/performance_kernels.md); others stay in float32.
 _INT8_MEASURED = frozenset({"llama", "gemma3", "gemma3_text"})
 
 
