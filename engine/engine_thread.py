@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _INTEGRITY_INTERVAL_S = 5.0
+_LONGEST_UNCHECKED_S = 60.0  # then any moment without sequences will do: steady load may leave no quiet one
 _JOIN_TIMEOUT_S = 30.0
 _LOOK_AT_OTHERS_S = 0.004  # in a pause for their sake; nothing tells when they have stopped
 _LOAD_INTERVAL_S = 0.02  # of steady streams: who asks how busy the engine is does so every second
@@ -312,7 +313,8 @@ class EngineThread:
         now = time.monotonic()
         is_quiet = now - self._stepped_at >= _QUIET_S and not self._engine.scheduler.num_sequences
         is_quiet &= self._core_share is None or not self._core_share.is_wanted_by_others
-        if is_quiet and now - self._checked_at > _INTEGRITY_INTERVAL_S:
+        patience_s = _INTEGRITY_INTERVAL_S if is_quiet else _LONGEST_UNCHECKED_S
+        if not self._engine.scheduler.num_sequences and now - self._checked_at > patience_s:
             self._engine.check_integrity()
             self._checked_at = now
         while self._commands.empty() and self._engine.commit_ahead(is_quiet=is_quiet):

@@ -214,3 +214,16 @@ async def test_the_end_of_a_stream_shows_in_the_load_at_once(tiny_model: Any, mo
         await thread.call(lambda engine: None)  # what comes after the last step is done
 
         assert thread.load.num_running == 0
+
+
+async def test_what_leaks_is_found_where_no_moment_is_quiet(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "_QUIET_S", 3_600.0)
+    monkeypatch.setattr(engine_thread, "_LONGEST_UNCHECKED_S", 0.0)
+    async with _thread(tiny_model) as thread, asyncio.timeout(_DEADLINE_S):
+        async with thread.computing(SequenceSpec("a", (5, 6, 7), _SHORT)) as (stream,):
+            await stream.follow(lambda output: output.finish_reason is not None)
+
+        await thread.call(lambda engine: engine.pool.allocate(1))
+        await thread.wait_stopped()
+
+    assert isinstance(thread.failure, RuntimeError)
