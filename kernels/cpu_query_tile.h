@@ -255,8 +255,7 @@ class QueryTile {
   }
 
   // Scores of rows of one token become weights exp(score - highest); those of positions that the token does not see, 0.
-  // Rows take turns, since each waits for its own highest score. Sums of kSumLanes lanes are folded whatever the length
-  // of a vector, so that builds have the same bits.
+  // Rows take turns, since each waits for its own highest score.
   template <int kRows>
   void soften(int64_t row, int64_t start, int64_t tile_first, int64_t tile_end, float* result) {
     constexpr int kVectors = kSumLanes / kLanes;
@@ -281,9 +280,7 @@ class QueryTile {
           sums[r][v] += Products::keep_weights(scores[r], i + v * kLanes, highs[r]);
     for (int r = 0; r < kRows; r++) {
       Products::clear_weights(scores[r], seen, all);
-      for (int width = kVectors / 2; width > 0; width /= 2)
-        for (int v = 0; v < width; v++) sums[r][v] += sums[r][v + width];
-      totals(result)[row + r] = sum_lanes(sums[r][0]);
+      totals(result)[row + r] = sum_lanes(sums[r]);
     }
   }
 
@@ -297,8 +294,6 @@ class QueryTile {
                                                             result + row * a_.head_dim);
     });
   }
-
-  static constexpr int64_t kSumLanes = 16;
 
   const Attention& a_;
   const Span& span_;

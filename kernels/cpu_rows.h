@@ -10,12 +10,14 @@
 namespace {
 
 inline float dot(const float* a, const float* b, int64_t size) {
-  Vec sum = {};
+  constexpr int kVectors = kSumLanes / kLanes;
+  Vec sums[kVectors] = {};
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) sum = fma(load(a + i), load(b + i), sum);
-  float rest = sum_lanes(sum);
-  for (; i < size; i++) rest = fma(a[i], b[i], rest);
-  return rest;
+  for (; i + kSumLanes <= size; i += kSumLanes)
+    for (int v = 0; v < kVectors; v++) sums[v] = fma(load(a + i + v * kLanes), load(b + i + v * kLanes), sums[v]);
+  float total = sum_lanes(sums);
+  for (; i < size; i++) total = fma(a[i], b[i], total);
+  return total;
 }
 
 // y = weight * x / sqrt(mean(x^2) + eps).

@@ -109,6 +109,17 @@ inline float sum_lanes(Vec v) {
   return fold_lanes(v, [](auto a, auto b) { return a + b; });
 }
 
+// A sum over a row has this many partial sums, whatever the length of a vector, so that builds have the same bits.
+constexpr int kSumLanes = 16;
+
+template <int kVectors>
+inline float sum_lanes(Vec (&sums)[kVectors]) {
+  static_assert(kVectors * kLanes == kSumLanes);
+  for (int width = kVectors / 2; width > 0; width /= 2)
+    for (int v = 0; v < width; v++) sums[v] += sums[v + width];
+  return sum_lanes(sums[0]);
+}
+
 // None of them may be what is not a number.
 inline float largest_lane(Vec v) {
   return fold_lanes(v, [](auto a, auto b) { return a > b ? a : b; });

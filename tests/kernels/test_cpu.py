@@ -153,6 +153,16 @@ def test_rms_norm(kernels: CpuKernels, size: int) -> None:
     torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), rms_norm(x, weight, 1e-5), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("size", [7, 40, 576, 577])
+def test_rms_norm_has_the_same_bits_in_every_build_that_fuses(size: int) -> None:
+    x, weight = torch.randn(3, size), torch.randn(size)
+    builds = [path for path in _libraries() if "generic" not in path.name]
+
+    results = [CpuKernels(ctypes.CDLL(str(path)), 1).rms_norm(x, weight, 1e-5) for path in builds]
+
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 @pytest.mark.parametrize("size", [1, 33, 1536])
 def test_silu_mul(kernels: CpuKernels, size: int) -> None:
     gate_up = torch.randn(4, 2 * size) * 20
