@@ -259,14 +259,16 @@ class EngineThread:
             self._end_step(outputs, can_step)
 
     def _end_step(self, outputs: list[StepOutput], can_step: bool) -> None:
-        """Let others have the outputs, and the load: of steady streams now and then, for every moment here is one
-        between two tokens."""
+        """Let others have the load and the outputs, in this order: who has the last output sees the load after it.
+
+        Of steady streams the load is noted now and then, for every moment here is one between two tokens.
+        """
         now = time.monotonic()
+        if not can_step or now - self._load_at >= _LOAD_INTERVAL_S or not is_steady(self._engine.scheduler):
+            self._note_load(now)
         if outputs:
             self._loop.call_soon_threadsafe(self._deliver, outputs)
             self._stepped_at = now
-        if not can_step or now - self._load_at >= _LOAD_INTERVAL_S or not is_steady(self._engine.scheduler):
-            self._note_load(now)
 
     def _note_load(self, now: float) -> None:
         self.load = self._engine.load_now()
