@@ -81,7 +81,7 @@ def regrow(beams: SequenceOf[Sequence], chosen: SequenceOf[tuple[str, int]], blo
 
 
 def _copy(beam: Sequence, seq_id: str, blocks: SequenceBlocks) -> Sequence:
-    twin = Sequence(replace(beam.spec, seq_id=seq_id))
+    twin = Sequence(replace(beam.spec, seq_id=seq_id), beam.rank)
     twin.token_ids = list(beam.token_ids)
     if beam.block_table:  # else it was preempted, and its twin too has to be computed again
         twin.block_table = beam.block_table[: blocks.num_for(beam.num_computed_tokens)]

@@ -150,6 +150,8 @@ class StepPlanner:
         self._queues.leave(sequence)
         self._blocks.preempt(sequence)
         sequence.waiting_since = step.now
+        if sequence.num_output_tokens:  # no promise of a first token is left to be late for
+            sequence.rank = sequence.rank._replace(is_late=False)
         self._queues.put(sequence, SequenceStatus.WAITING)
         step.has_preempted = True
         self.num_preemptions += 1
