@@ -20,6 +20,12 @@ def follow(leader: Sequence, followers: Iterable[Sequence]) -> None:
         leader.followers.append(follower)
 
 
+def set_late(sequence: Sequence, *, is_late: bool) -> None:
+    """Rank a sequence that is in no queue, and who follows it, as late or by arrival alone."""
+    for branch in (sequence, *sequence.followers):
+        branch.rank = branch.rank._replace(is_late=is_late)
+
+
 def leave(follower: Sequence) -> None:
     """Let a follower wait no longer: it has ended before its prompt was computed."""
     if follower.leader is not None:

@@ -3,13 +3,15 @@
 import heapq
 from collections.abc import Mapping
 
+from pdserve.engine.forks import set_late
 from pdserve.engine.scheduled_batch import ScheduledBatch
 from pdserve.engine.scheduler_queues import SchedulerQueues
 from pdserve.engine.sequence import Sequence, SequenceStatus
 from pdserve.engine.sequence_blocks import SequenceBlocks
 
-_AIM = 0.9  # of the target: the rest is for the way of a prompt and of its token, and for what runs before it
+_AIM = 0.85  # of the target: the rest is for the way of a prompt and of its token, and for what runs before it
 _PERIOD = 9  # of so many prompt tokens, late prompts have at least one
+_MEMORY = 0.8  # weight of what was measured before a step
 
 _Arrival = tuple[int, str]  # and the id
 
@@ -19,9 +21,10 @@ class LatePrompts:
 
     Where more arrives than can be answered, first come first served makes everybody late: each prompt waits behind
     some that have missed the target already. A prompt is judged while it waits to be started for the first time: by
-    how long it has waited and what its own tokens will take. Late ones keep their order among themselves. Whenever the
-    other prompts of a priority have had `_PERIOD` times the tokens of its first late one, that one goes back to its
-    place by arrival, before all that came after it; so nobody waits for ever, and late ones are served in order.
+    how long it has waited and what its own tokens will take, at the rate of the last steps that were full. Late ones
+    keep their order among themselves. Whenever the other prompts of a priority have had `_PERIOD` times the tokens of
+    its first late one, that one goes back to its place by arrival, before all that came after it: nobody waits for
+    ever, whatever arrives.
     """
 
     def __init__(
@@ -35,6 +38,10 @@ class LatePrompts:
         self._blocks = blocks
         self._queues = queues
         self._sequences = sequences
+        self._full_since: float | None = None  # when a step began that left prompt tokens to the next one
+        self._num_in_step = 0
+        self._num_measured = 0.0
+        self._measured_s = 0.0
         # Heaps keep entries of sequences that are gone until they come first.
         self._judged_at: list[tuple[float, _Arrival]] = []
         self._late: dict[int, list[_Arrival]] = {}  # by priority
@@ -54,6 +61,7 @@ class LatePrompts:
         """Let sequences that have become late stand behind the others, and those go back whose turn it is."""
         if self._aim_s is None:
             return
+        self._measure(now)
         while self._judged_at and self._judged_at[0][0] < now:
             _, arrival = heapq.heappop(self._judged_at)
             sequence = self._find(arrival)
@@ -68,14 +76,25 @@ class LatePrompts:
         for priority in list(self._late):
             self._give_turns(priority)
 
-    def note(self, batch: ScheduledBatch) -> None:
-        """Count the prompt tokens that sequences get before late ones."""
-        if not self._late:
+    def note(self, batch: ScheduledBatch, now: float) -> None:
+        """Count the prompt tokens of a step that begins now, and those that sequences get before late ones."""
+        if self._aim_s is None:
             return
-        for span in batch.spans:
+        prompts = [span for span in batch.spans if span.start < span.num_prompt_tokens]
+        self._num_in_step = sum(len(span.token_ids) for span in prompts)
+        is_full = any(span.start + len(span.token_ids) < span.num_prompt_tokens for span in prompts)
+        self._full_since = now if is_full else None
+        for span in prompts if self._late else ():
             rank = self._sequences[span.seq_id].rank
-            if span.start < span.num_prompt_tokens and not rank.is_late and rank.priority in self._late:
+            if not rank.is_late and rank.priority in self._late:
                 self._num_others[rank.priority] += len(span.token_ids)
+
+    def _measure(self, now: float) -> None:
+        """Learn at which rate prompts are computed from a step that had as many of their tokens as it could."""
+        if self._full_since is not None:
+            self._num_measured = _MEMORY * self._num_measured + self._num_in_step
+            self._measured_s = _MEMORY * self._measured_s + now - self._full_since
+            self._full_since = None
 
     def _give_turns(self, priority: int) -> None:
         while (sequence := self._first_late(priority)) is not None:
@@ -101,8 +120,7 @@ class LatePrompts:
 
     def _move(self, sequence: Sequence, *, is_late: bool) -> None:
         self._queues.leave(sequence)
-        for branch in (sequence, *sequence.followers):
-            branch.rank = branch.rank._replace(is_late=is_late)
+        set_late(sequence, is_late=is_late)
         self._queues.put(sequence, sequence.status)
 
     def _find(self, arrival: _Arrival) -> Sequence | None:
@@ -112,9 +130,8 @@ class LatePrompts:
 
     def _begin_by(self, sequence: Sequence, aim_s: float, num_cached: int) -> float:
         """Return when a sequence must be started at the latest; while no rate is known, only its wait counts."""
-        rate = self._blocks.swap_rule.prefill_tokens_per_s
-        own_s = (sequence.num_uncomputed_tokens - num_cached) / rate if rate else 0.0
-        return sequence.waiting_since + aim_s - own_s
+        token_s = self._measured_s / self._num_measured if self._num_measured else 0.0
+        return sequence.waiting_since + aim_s - token_s * (sequence.num_uncomputed_tokens - num_cached)
 
     def _num_cached(self, sequence: Sequence) -> int:
         if sequence.is_prompt_scored:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from pdserve.engine.block_pool import BlockId, BlockPool
 from pdserve.engine.end_rules import EndRules
 from pdserve.engine.errors import InvalidRequest
-from pdserve.engine.forks import follow, fork, hand_on, leave, regrow
+from pdserve.engine.forks import follow, fork, hand_on, leave, regrow, set_late
 from pdserve.engine.growth_reserve import GrowthReserve
 from pdserve.engine.late_prompts import LatePrompts
 from pdserve.engine.overtaking import Overtaking
@@ -272,7 +272,7 @@ class Scheduler:
         """Decide one step; an empty batch means that nothing can run now."""
         self._late.sort(now)
         batch = self._planner.plan(now)
-        self._late.note(batch)
+        self._late.note(batch, now)
         return batch
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
@@ -348,6 +348,7 @@ class Scheduler:
 
     def _join(self, sequence: Sequence) -> None:
         """Let a forked sequence run at once if the batch has a place."""
+        set_late(sequence, is_late=False)
         has_place = len(self._queues.running) < self._config.max_num_seqs
         self._queues.put(sequence, SequenceStatus.RUNNING if has_place else SequenceStatus.LANDED)
 

@@ -57,7 +57,7 @@ class Rank(NamedTuple):
     """The order of service: the least is served first, the greatest is preempted first. No two have the same."""
 
     priority: int
-    is_late: bool  # it was too late for a first token in time when it waited (`LatePrompts`)
+    is_late: bool  # when it was started first, or now if it waits for that: see `LatePrompts`
     arrival: int
 
 
