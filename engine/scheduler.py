@@ -27,8 +27,6 @@ from pdserve.engine.sequence_check import check_spec
 from pdserve.engine.step_output import FinishReason, SampledToken, StepOutput, TokenScore
 from pdserve.engine.step_planner import StepPlanner
 
-_LEAST_PREFILL_TOKENS = 16  # of a step, however long streams alone take
-
 
 class Scheduler:
     """Owns every sequence of an engine from `add` to its last output, and through the block pool their blocks.
@@ -49,7 +47,7 @@ class Scheduler:
         self._max_len = min(config.max_model_len, pool.num_blocks * block_size)
         self._blocks = SequenceBlocks(pool, tree, block_size, config.enable_prefix_cache)
         self._end_rules = EndRules(eos_ids, self._max_len)
-        self._prefill_budget = PrefillBudget(config.tpot_target_s, config.max_num_batched_tokens, _LEAST_PREFILL_TOKENS)
+        self._prefill_budget = PrefillBudget(config.tpot_target_s, config.max_num_batched_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._queues = SchedulerQueues()
         growth = GrowthReserve(config.growth_reserve, block_size, self._max_len)
