@@ -100,7 +100,6 @@ def test_most_of_an_overload_is_in_time_with_the_target_and_little_without(
         assert overload.scheduler.num_sequences == 0
         shares[target_s] = sum(1 for ttft in overload.ttfts.values() if ttft <= _TARGET_S) / 400
         overload.scheduler.check_integrity()
-    print(shares)
 
     # Two thirds of the tokens can be computed in time, of which late prompts are given a ninth.
     assert shares[_TARGET_S] > 0.55
@@ -115,12 +114,6 @@ def test_late_prompts_are_all_served_although_the_overload_never_ends(load: floa
 
     # Each is served at the latest when the late ones before it have had their ninth of the rate.
     num_reached = int(overload.now * _RATE / 9 / 64)
-    print(
-        len(overload.ttfts),
-        num_reached,
-        max(overload.ttfts),
-        [n for n in range(max(overload.ttfts)) if n not in overload.ttfts][:1],
-    )
     assert num_reached > 100
     assert all(number in overload.ttfts for number in range(num_reached))
 
@@ -211,6 +204,24 @@ def test_who_inherits_a_late_prompt_is_late_and_gets_its_turn() -> None:
         ends += [output.seq_id for output in outputs if output.finish_reason is not None]
     assert 9 <= ends.index("heir") <= 11
     assert "third" in ends
+    scheduler.check_integrity()
+
+
+def test_a_late_prompt_that_is_half_computed_goes_on_in_its_turn() -> None:
+    scheduler = _scheduler(SchedulerConfig(64, _BUDGET, 4000, False, ttft_target_s=_TARGET_S))
+    scheduler.add(_spec("late", 640), now=0.0)
+    _finish(scheduler, scheduler.schedule(2.0))  # nobody else waits
+    assert _sequence(scheduler, "late").rank.is_late
+
+    num_steps = 0
+    while scheduler.sequence("late") is not None:
+        for place in range(2):  # more than a step computes, and in time
+            scheduler.add(_spec(f"{num_steps}.{place}", 64), now=2.0)
+        _finish(scheduler, scheduler.schedule(2.0))
+        num_steps += 1
+        assert num_steps < 200, "starved"
+
+    assert num_steps > 9 * (640 - 64) / 64  # the others had that before
     scheduler.check_integrity()
 
 
