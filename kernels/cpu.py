@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention import AttentionSpan, FlatSpans
-from pdserve.kernels.fused_layer import FusedLayer, GatedLayer, LayerSteps, RowCache, Weight
+from pdserve.kernels.fused_layer import ROW_FORMATS, FusedLayer, GatedLayer, LayerSteps, RowCache, Weight
+from pdserve.kernels.kv_rows import row_elements
 from pdserve.kernels.packed_weight import PackedInt8Weight, PackedWeight
 from pdserve.kernels.rms_norm import rms_norm
 
@@ -110,10 +111,11 @@ class CpuKernels:
         bias: Tensor | None,  # [out_features] float32
     ) -> Tensor:  # [num_rows, out_features]
         """y = x W^T + bias, each output accumulated over the inputs in order, or exactly in integers."""
-        assert rows.dtype is torch.float32 and rows.stride(1) == 1
+        assert isinstance(weight, PackedWeight | PackedInt8Weight)
+        _expect(_is_float32(rows) and rows.shape[1] == weight.in_features and rows.stride(1) == 1, "rows", rows)
+        _expect(bias is None or (_is_float32(bias) and bias.shape == (weight.out_features,)), "bias", bias)
         if isinstance(weight, PackedInt8Weight):
             return self._int8_linear(rows, weight, bias)
-        assert isinstance(weight, PackedWeight)
         y = torch.empty(rows.shape[0], weight.out_features)
         self._library.pdserve_linear(
             rows.data_ptr(),
@@ -124,7 +126,7 @@ class CpuKernels:
             weight.out_features,
             rows.shape[0],
             weight.out_features,
-            weight.panels.shape[1],
+            weight.in_features,
             self._num_threads,
         )
         return y
@@ -160,7 +162,8 @@ class CpuKernels:
         soft_cap: float | None = None,
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
         """Causal attention that reads the blocks where they lie."""
-        assert query.dtype is torch.float32 and _lie_together(query) and _lie_together(kv_blocks)
+        _expect_cache(kv_blocks, query.shape[2])
+        _expect(_is_float32(query) and _lie_together(query) and not query.shape[1] % kv_blocks.shape[2], "query", query)
         output = torch.empty(query.shape)
         self._library.pdserve_attention(
             query.data_ptr(),
@@ -181,7 +184,8 @@ class CpuKernels:
 
     def rms_norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         """y = weight * x / sqrt(mean(x^2) + eps) for each row x of rows [num_rows, size]."""
-        assert rows.is_contiguous()
+        _expect(_is_float32(rows) and rows.is_contiguous(), "rows", rows)
+        _expect(_is_float32(weight) and weight.shape == rows.shape[1:] and weight.is_contiguous(), "weight", weight)
         y = torch.empty_like(rows)
         num_rows, size = rows.shape
         self._library.pdserve_rms_norm(
@@ -195,7 +199,7 @@ class CpuKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:  # [num_rows, 2 * size] -> [num_rows, size]
         """y = silu(gate) * up, where a row is [gate, up]."""
-        assert gate_up.dtype is torch.float32 and gate_up.is_contiguous()
+        _expect(_is_float32(gate_up) and gate_up.is_contiguous() and not gate_up.shape[1] % 2, "gate_up", gate_up)
         size = gate_up.shape[1] // 2
         y = torch.empty(gate_up.shape[0], size)
         self._library.pdserve_silu_mul(gate_up.data_ptr(), y.data_ptr(), gate_up.shape[0], size, self._num_threads)
@@ -206,9 +210,15 @@ class CpuKernels:
         heads: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim] float32; rotated in place
         rotation: tuple[Tensor, Tensor] | None,  # cosines and sines, each [num_tokens, rotary_dim / 2] float32
         kv_blocks: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, row_elements], one layer of the cache
-        slot_mapping: Tensor,  # [num_tokens] int64
+        slot_mapping: Tensor,  # [num_tokens] int64; negative: a padded row, not written
     ) -> Tensor:  # [num_tokens, num_heads, head_dim], a view of heads
         """Rotate queries and keys in place, write keys and values into their slots, return the queries."""
+        _expect_cache(kv_blocks, heads.shape[2])
+        _expect(_is_float32(heads) and _lie_together(heads), "heads", heads)
+        _expect(_are_slots(slot_mapping, heads.shape[0]), "slot_mapping", slot_mapping)
+        for each in rotation or ():
+            is_fitting = each.shape[0] == heads.shape[0] and 2 * each.shape[1] <= heads.shape[2]
+            _expect(_is_float32(each) and is_fitting and each.is_contiguous(), "rotation", each)
         num_kv_heads = kv_blocks.shape[2]
         num_heads = heads.shape[1] - 2 * num_kv_heads
         cos, sin = (None, None) if rotation is None else rotation
@@ -245,7 +255,8 @@ class CpuKernels:
 
         It is one call, so the interpreter's lock is let go and waited for once.
         """
-        assert hidden.is_contiguous()
+        _expect(_is_float32(hidden) and hidden.is_contiguous(), "hidden", hidden)
+        _expect(_are_slots(slot_mapping, hidden.shape[0]), "slot_mapping", slot_mapping)
         if self._steps is None or not self._steps.are_of(layers, kv_layers):
             self._steps = LayerSteps(layers, kv_layers, self._num_threads)
         steps = self._steps
@@ -275,13 +286,39 @@ class PackedSpans:
         else:
             places = array("q")
             for span in spans:
-                places.extend((span.query_start, span.query_len, span.context_len, span.block_table.data_ptr()))
+                table = span.block_table
+                _expect(table.dtype is torch.int64 and table.is_contiguous(), "block_table", table)
+                places.extend((span.query_start, span.query_len, span.context_len, table.data_ptr()))
         self.table = torch.frombuffer(places, dtype=torch.int64).view(-1, 4) if places else torch.empty(0, 4)
 
 
 def runs_here(library: ctypes.CDLL) -> bool:
     """Return whether this processor has the instructions of a build."""
     return bool(library.pdserve_runs_here())
+
+
+def _expect(is_right: bool, name: str, tensor: Tensor | None) -> None:
+    """Refuse what the kernels would read or write beyond its end: they know addresses only.
+
+    Raises:
+        ValueError: it is not as the signature says.
+    """
+    if not is_right:
+        found = "" if tensor is None else f": got {tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}"
+        raise ValueError(f"{name}: not what the kernels take{found}")
+
+
+def _expect_cache(kv_blocks: Tensor, head_dim: int) -> None:
+    is_fitting = kv_blocks.dtype in ROW_FORMATS and kv_blocks.shape[4] == row_elements(head_dim, kv_blocks.dtype)
+    _expect(is_fitting and _lie_together(kv_blocks), "kv_blocks", kv_blocks)
+
+
+def _is_float32(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32
+
+
+def _are_slots(slot_mapping: Tensor, num_tokens: int) -> bool:
+    return slot_mapping.dtype is torch.int64 and slot_mapping.shape == (num_tokens,) and slot_mapping.is_contiguous()
 
 
 def _lie_together(heads: Tensor) -> bool:
