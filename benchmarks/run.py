@@ -43,6 +43,7 @@ _PEERS = {
 _SHARES = {"W1": 2.0, "W2": 2.5, "W3": 3.0, "W4": 5.0, "W5": 1.5, "W6": 6.0}
 _QUICK_BUDGET_MINUTES = 20.0
 _TUNING_PART = 0.5  # of a workload's time, for each family
+_SHORTEST = 1e9  # divides lengths until each prompt is one token: a whole trace is read in no time
 _ENDING_S = 15.0  # kept for stopping servers and writing tables
 
 
@@ -78,7 +79,7 @@ def checked_options(arguments: Sequence[str]) -> argparse.Namespace:
         for name in (options.ours, *options.peer, *(axes_of(family)[0][0] for family in options.tune)):
             check_name(name)
         if "W6" in names:
-            read_trace(options.trace, 1, TraceScale(), options.seed)
+            read_trace(options.trace, sys.maxsize, TraceScale(lengths=_SHORTEST), options.seed)
         if options.resume and options.output is not None:
             for name in names:
                 if (path := options.output / f"{name}.json").exists():

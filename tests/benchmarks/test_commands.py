@@ -56,6 +56,16 @@ def test_what_would_fail_later_is_refused_first(
     assert named in capsys.readouterr().err
 
 
+def test_a_trace_is_refused_for_any_of_its_rows(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,100,10\nlater,100,10\n")
+
+    with pytest.raises(SystemExit):
+        load("run").checked_options(["W6", "--ours", "pdserve", "--peer", "pdserve", "--trace", str(trace)])
+
+    assert "row 2" in capsys.readouterr().err
+
+
 def test_a_damaged_file_is_no_comparison_to_resume(
     load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
