@@ -145,7 +145,7 @@ class RedisServer:
             )
 
     async def wait_ready(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(50):
             while not self._answers():
                 assert self._process is not None and self._process.poll() is None, self._log.read_text()
                 await asyncio.sleep(0.01)
@@ -153,13 +153,14 @@ class RedisServer:
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=50)
             self._process = None
 
     def pause(self) -> None:
         """Stop it as a machine that swaps does: it accepts, but does not answer."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         assert self._process is not None
