@@ -243,7 +243,6 @@ def _writer_of(fifo: Path, reader: subprocess.Popen[str]) -> Iterator[None]:
         os.close(descriptor)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("command", ["gateway", "serve"])
 def test_a_taken_port_is_named_in_one_line_before_anything_slow(command: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

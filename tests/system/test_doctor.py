@@ -19,15 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def doctor(cluster: Any, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        str(Path(sys.executable).with_name("pdserve")),
-        "doctor",
-        "--redis-url",
-        cluster.redis.url,
-        "--probe-timeout-s",
-        "60",
-    ]
-    return subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
+    command = [str(Path(sys.executable).with_name("pdserve")), "doctor", "--redis-url", cluster.redis.url, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
 def registered(cluster: Any, node_id: str) -> NodeInfo:

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(180)
-
 PROGRAM = """
 import asyncio, logging, pathlib, sys
 from pdserve.gateway.config import GatewayConfig, HttpConfig
