@@ -13,6 +13,7 @@ import statistics
 import time
 
 import zmq.asyncio
+from amounts import above_zero
 
 from pdserve.control.channel import ControlClient, ControlServer, CurveKeys
 from pdserve.control.messages import Ping, TokenBatch, TokenChunk
@@ -58,9 +59,9 @@ async def _main(num_messages: int, num_chunks: int, rounds: int) -> None:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--messages", type=int, default=20_000)
-    parser.add_argument("--chunks", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--messages", type=above_zero(int), default=20_000)
+    parser.add_argument("--chunks", type=above_zero(int), default=16)
+    parser.add_argument("--rounds", type=above_zero(int), default=5)
     arguments = parser.parse_args()
     asyncio.run(_main(arguments.messages, arguments.chunks, arguments.rounds))
 

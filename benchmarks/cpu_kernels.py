@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from amounts import above_zero
 
 import pdserve.kernels.cpu as cpu
 from pdserve.kernels.attention import AttentionSpan, paged_attention
@@ -40,7 +41,7 @@ _ROUNDS = 7
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=above_zero(int), default=len(os.sched_getaffinity(0)))
     parser.add_argument("--build", help="avx512bf16, avx512vnni, avx512, avx2 or generic; else the best")
     arguments = parser.parse_args()
     num_threads = arguments.threads

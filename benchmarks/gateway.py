@@ -29,6 +29,7 @@ from pathlib import Path
 
 import aiohttp
 import zmq.asyncio
+from amounts import above_zero
 
 from pdserve.cli.embedded_redis import embedded_redis
 from pdserve.control.channel import ControlServer, Peer
@@ -315,11 +316,11 @@ def _session(url: str) -> aiohttp.ClientSession:
 def main() -> None:
     """Measure and print, or be the scripted nodes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=200, help="tokens of each stream")
-    parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--step-ms", type=float, default=15.0)
+    parser.add_argument("--streams", type=above_zero(int), default=64)
+    parser.add_argument("--tokens", type=above_zero(int), default=200, help="tokens of each stream")
+    parser.add_argument("--requests", type=above_zero(int), default=500)
+    parser.add_argument("--rounds", type=above_zero(int), default=5)
+    parser.add_argument("--step-ms", type=above_zero(float), default=15.0)
     parser.add_argument("--nodes-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.nodes_of:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import jsonschema
 import numpy as np
+from amounts import above_zero
 
 from pdserve.engine.errors import GrammarFailed
 from pdserve.engine.grammar_compiler import GrammarCompiler
@@ -166,7 +167,7 @@ def xgrammar(tokenizer: Tokenizer) -> Callable[[Any], Callable[[], XGrammarWalke
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a directory with a tokenizer.json; the demo model without")
-    parser.add_argument("--answers", type=int, default=5)
+    parser.add_argument("--answers", type=above_zero(int), default=5)
     options = parser.parse_args(arguments)
     folder = Path(options.model) if options.model else resolve_model(None, progress=print)
     tokenizer = Tokenizer.load(folder)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from amounts import above_zero
 from line_plot import line_plot
 from outputs import output_folder
 
@@ -167,9 +168,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", action="append", choices=("int8", "float32"), help="default: both, one after the other"
     )
     parser.add_argument("--kv-cache-dtype", default="auto", help="of keys and values; default: what the weights imply")
-    parser.add_argument("--steps", type=int, default=30, help="steps of each batch")
-    parser.add_argument("--threads", type=int, help="default: one a core")
-    parser.add_argument("--kv-memory-bytes", type=int, default=4 * 1024**3)
+    parser.add_argument("--steps", type=above_zero(int), default=30, help="steps of each batch")
+    parser.add_argument("--threads", type=above_zero(int), help="default: one a core")
+    parser.add_argument("--kv-memory-bytes", type=above_zero(int), default=4 * 1024**3)
     parser.add_argument("--quick", action="store_true", help="three batches, two contexts, ten steps")
     parser.add_argument("--output", type=output_folder, help="folder for JSON, Markdown and plots")
     return parser

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from amounts import above_zero
 
 from pdserve.engine.llm import LLM
 from pdserve.engine.memory_estimate import VALUE_BYTES
@@ -30,6 +31,7 @@ from pdserve.kernels.cpu import CpuKernels
 _READ_BYTES = 512 * 2**20
 _GEMM_ROWS = 512
 _DECODED = 64
+_FEWEST_PROMPT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,12 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="int8", choices=["int8", "float32"])
     parser.add_argument("--kv-cache-dtype", choices=list(VALUE_BYTES))
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--threads", type=above_zero(int), default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=above_zero(int), default=3)
+    parser.add_argument("--prompt-tokens", type=above_zero(int), default=1024)
     arguments = parser.parse_args()
+    if arguments.prompt_tokens < _FEWEST_PROMPT_TOKENS:
+        parser.error(f"--prompt-tokens: at least {_FEWEST_PROMPT_TOKENS}: an eighth of it is the stream's prompt")
     is_int8 = arguments.dtype == "int8"
     kernels = CpuKernels.load(arguments.threads, is_int8=is_int8)
     if kernels is None:

@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from amounts import above_zero
 from systems import RunningSystem, System, running
 
 from pdserve.cli.load_client import LoadClient, Target
@@ -133,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a float32 model directory; default: the demo model")
     parser.add_argument("--dtype", action="append", choices=_DTYPES, help="default: both")
-    parser.add_argument("--kv-memory-bytes", type=int, default=128 * 1024**2)
+    parser.add_argument("--kv-memory-bytes", type=above_zero(int), default=128 * 1024**2)
     options = parser.parse_args()
     model_dir = options.model or resolve_model(None, progress=lambda line: None)
     use = count(

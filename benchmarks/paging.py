@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from amounts import above_zero
 from paging_branches import print_savings
 from safetensors.torch import save_file
 
@@ -159,9 +160,11 @@ def read_lengths(path: Path) -> Iterator[tuple[int, int]]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--context", type=int, default=8192, help="tokens that preallocation reserves for each request")
-    parser.add_argument("--slots", type=int, default=32_768, help="tokens for which there is memory")
+    parser.add_argument("--requests", type=above_zero(int), default=200)
+    parser.add_argument(
+        "--context", type=above_zero(int), default=8192, help="tokens that preallocation reserves for each request"
+    )
+    parser.add_argument("--slots", type=above_zero(int), default=32_768, help="tokens for which there is memory")
     parser.add_argument("--lengths", type=Path, default=_LENGTHS)
     options = parser.parse_args()
     lengths = [each for each in read_lengths(options.lengths) if sum(each) <= options.context][: options.requests]

@@ -12,6 +12,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from amounts import above_zero
 from outputs import output_file
 
 from pdserve.engine.beam_batch import run_beam_searches
@@ -87,8 +88,8 @@ def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--prompt", type=int, default=250, help="tokens of the prompt")
-    parser.add_argument("--output", type=int, default=64, help="tokens of each output")
+    parser.add_argument("--prompt", type=above_zero(int), default=250, help="tokens of the prompt")
+    parser.add_argument("--output", type=above_zero(int), default=64, help="tokens of each output")
     parser.add_argument("--json", type=output_file, help="where to write the numbers")
     options = parser.parse_args()
     rows = print_savings(resolve_model(options.model, progress=print), options.prompt, options.output)

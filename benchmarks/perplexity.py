@@ -13,6 +13,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from amounts import above_zero
+
 from pdserve.engine.llm import LLM
 from pdserve.engine.sampling_params import SamplingParams
 
@@ -25,10 +27,14 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtypes", default="float32,bfloat16,float16,int8")
     parser.add_argument("--kv-dtypes", default="float32,bfloat16,float16,int8")
-    parser.add_argument("--window", type=int, default=1024)
-    parser.add_argument("--max-tokens", type=int, default=1 << 30, help="score no more of the text than this")
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--window", type=above_zero(int), default=1024)
+    parser.add_argument(
+        "--max-tokens", type=above_zero(int), default=1 << 30, help="score no more of the text than this"
+    )
+    parser.add_argument("--threads", type=above_zero(int))
     arguments = parser.parse_args()
+    if min(arguments.window, arguments.max_tokens) < 2:
+        parser.error("--window and --max-tokens: at least 2: the first token of a window is not scored")
     print("| weights | KV | perplexity | to the first row |\n|---|---|---|---|", flush=True)
     first: float | None = None
     for dtype in arguments.dtypes.split(","):

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import zmq.asyncio
+from amounts import above_zero
 from outputs import output_file
 
 from pdserve.engine.config import EngineConfig
@@ -320,9 +321,9 @@ async def _measure(arguments: argparse.Namespace, rows: list[dict[str, object]])
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048], help="lengths of prompts")
-    parser.add_argument("--tokens-per-s", type=float, default=256.0, help="of the clock")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=above_zero(int), nargs="+", default=[512, 2048], help="lengths of prompts")
+    parser.add_argument("--tokens-per-s", type=above_zero(float), default=256.0, help="of the clock")
+    parser.add_argument("--rounds", type=above_zero(int), default=3)
     parser.add_argument("--json", type=output_file, help="write the table there")
     parser.add_argument("--model", type=Path, help="folder of a model that computes the prompts")
     arguments = parser.parse_args()

@@ -11,14 +11,14 @@ each run, also when the command is ended: --resume goes on from there. `render.p
 
 import argparse
 import asyncio
-import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import render
+from amounts import above_zero
 from outputs import output_folder
 from peers.catalogue import axes_of, check_name, family_of, is_available, known_names, system_of
 from results import Results, load_results, this_machine
@@ -43,6 +43,7 @@ _PEERS = {
 _SHARES = {"W1": 2.0, "W2": 2.5, "W3": 3.0, "W4": 5.0, "W5": 1.5, "W6": 6.0}
 _QUICK_BUDGET_MINUTES = 20.0
 _TUNING_PART = 0.5  # of a workload's time, for each family
+_SHORTEST = 1e9  # divides lengths until each prompt is one token: a whole trace is read in no time
 _ENDING_S = 15.0  # kept for stopping servers and writing tables
 
 
@@ -78,7 +79,7 @@ def checked_options(arguments: Sequence[str]) -> argparse.Namespace:
         for name in (options.ours, *options.peer, *(axes_of(family)[0][0] for family in options.tune)):
             check_name(name)
         if "W6" in names:
-            read_trace(options.trace, 1, TraceScale(), options.seed)
+            read_trace(options.trace, sys.maxsize, TraceScale(lengths=_SHORTEST), options.seed)
         if options.resume and options.output is not None:
             for name in names:
                 if (path := options.output / f"{name}.json").exists():
@@ -177,16 +178,6 @@ def _take_over(results: Results, path: Path) -> None:
     results.take_over(earlier)
 
 
-def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
-    def positive(text: str) -> float:
-        value = kind(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0")
-        return value
-
-    return positive
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", choices=[*WORKLOADS, "all"])
@@ -204,23 +195,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ours-option", action="append", default=[], help="a flag for `pdserve serve`, as --flag=value"
     )
-    parser.add_argument("--rounds", type=_above_zero(int), default=3)
+    parser.add_argument("--rounds", type=above_zero(int), default=3)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
     parser.add_argument(
         "--budget-minutes",
-        type=_above_zero(float),
+        type=above_zero(float),
         help="end after so long with what there is; `all --quick`: 20",
     )
     parser.add_argument(
-        "--rate", type=_above_zero(float), help="W4: long prompts a second, instead of half of the slowest capacity"
+        "--rate", type=above_zero(float), help="W4: long prompts a second, instead of half of the slowest capacity"
     )
     parser.add_argument("--trace", type=Path, default=_TRACE, help="W6: a trace file")
     parser.add_argument(
         "--slo-ttft-ms",
-        type=_above_zero(float),
+        type=above_zero(float),
         help="W6: a good request has its first token by then; without either, both pairs: 2,000 and 100, 450 and 40",
     )
-    parser.add_argument("--slo-tpot-ms", type=_above_zero(float), help="W6: and its further ones at this pace")
+    parser.add_argument("--slo-tpot-ms", type=above_zero(float), help="W6: and its further ones at this pace")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=output_folder, help="folder for JSON, Markdown and plots")
     parser.add_argument("--resume", action="store_true", help="keep the runs that --output has of the same comparison")

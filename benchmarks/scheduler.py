@@ -9,6 +9,8 @@ import argparse
 import statistics
 import time
 
+from amounts import above_zero
+
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.prefix_tree import PrefixTree
 from pdserve.engine.sampling_params import SamplingParams
@@ -45,8 +47,8 @@ def measure(num_running: int, num_waiting: int, num_steps: int, num_prompt: int)
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="steps measured for each row")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
+    parser.add_argument("--steps", type=above_zero(int), default=200, help="steps measured for each row")
+    parser.add_argument("--prompt", type=above_zero(int), default=512, help="tokens of each prompt")
     options = parser.parse_args()
     print(f"{'running':>8} {'waiting':>8} {'us/step':>10} {'us/sequence':>12}")
     for num_waiting in (0, 512):

@@ -13,6 +13,7 @@ import itertools
 import time
 from collections.abc import Sequence
 
+from amounts import above_zero
 from interference import LONG_PROMPT, NUM_STREAMS, Window, gaps_in, settled, stream_on
 from peers.catalogue import OURS, system_of
 from systems import RunningSystem, running
@@ -30,8 +31,8 @@ def main() -> None:
     """Start the systems named in argv, ask them in turn, print a line for each window."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("systems", nargs="+", choices=list(OURS))
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=5.0, help="the least length of a window")
+    parser.add_argument("--rounds", type=above_zero(int), default=2)
+    parser.add_argument("--seconds", type=above_zero(float), default=5.0, help="the least length of a window")
     options = parser.parse_args()
     asyncio.run(_compare(options.systems, options.rounds, options.seconds))
 

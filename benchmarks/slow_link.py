@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import zmq.asyncio
+from amounts import above_zero
 
 from pdserve.engine.model_source import resolve_model
 from pdserve.kvtransfer import BlockReceiver, BlockSender, KVLayout, PeerAddress, SenderConfig
@@ -171,8 +172,8 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="a model directory; default: the demo model")
     parser.add_argument("--rates", type=float, nargs="+", default=[5, 10, 50, 0], help="MB/s; 0 is loopback")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32", "int8"])
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=above_zero(int), default=1024)
+    parser.add_argument("--rounds", type=above_zero(int), default=3)
     asyncio.run(_main(parser.parse_args()))
 
 

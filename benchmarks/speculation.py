@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from amounts import above_zero
+
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_source import resolve_model
@@ -62,8 +64,8 @@ class Measured:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=above_zero(int), default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=above_zero(int), default=5)
     parser.add_argument("--batch-sizes", default="1,4,16")
     parser.add_argument("--draft-model", help="a directory: drafts by this model instead of prompt lookup")
     given = parser.parse_args()

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import aiohttp
+from amounts import above_zero
 from outputs import output_folder
 from systems import RunningSystem, System, running
 
@@ -331,9 +332,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a model directory; default: the demo model")
     parser.add_argument("--dtype", default="int8")
-    parser.add_argument("--prompt", type=int, action="append", help="prompt tokens; default: 64, 512 and 1,024")
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--prompt", type=above_zero(int), action="append", help="prompt tokens; default: 64, 512 and 1,024"
+    )
+    parser.add_argument("--output-tokens", type=above_zero(int), default=128)
+    parser.add_argument("--rounds", type=above_zero(int), default=5)
     parser.add_argument("--quick", action="store_true", help="prompts of 64 and 512, outputs of 32, two rounds")
     parser.add_argument("--beside", action="store_true", help="also offline beside what the split takes besides")
     parser.add_argument("--option", action="append", default=[], help="a flag for `pdserve serve`, as --flag=value")

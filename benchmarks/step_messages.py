@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 import zmq.asyncio
+from amounts import above_zero
 
 from pdserve.control.channel import ControlClient, ControlServer, Peer
 from pdserve.control.messages import Ping, TokenBatch
@@ -97,7 +98,7 @@ async def _measure(steps: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=above_zero(int), default=400)
     steps = parser.parse_args().steps
     print(json.dumps({"cpu_us_per_step_by_streams": asyncio.run(_measure(steps))}))
 

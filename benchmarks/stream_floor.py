@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 
 import zmq.asyncio
 from aiohttp import web
+from amounts import above_zero
 
 from pdserve.control.channel import ControlClient
 from pdserve.control.keyspace import Keyspace
@@ -159,7 +160,7 @@ async def _serve_floors(floor: Floor, others: Others) -> None:
 def main() -> None:
     """Serve until terminated."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--step-ms", type=float, default=15.0)
+    parser.add_argument("--step-ms", type=above_zero(float), default=15.0)
     parser.add_argument("--redis-url", required=True)
     options = parser.parse_args()
     asyncio.run(_serve(options.step_ms / 1e3, options.redis_url))

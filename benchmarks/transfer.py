@@ -28,6 +28,7 @@ from typing import Any
 
 import xxhash
 import zmq.asyncio
+from amounts import above_zero
 from bare_sockets import cpu_seconds, receive_frames, send_frames
 from outputs import output_file
 from transfer_ways import DECODING_WAYS, MIB, WAYS, Job, Way, curve_ways, make_slots
@@ -112,11 +113,15 @@ def main() -> None:
     """Run the rounds and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--block-kib", type=int, nargs="+", default=[64, 256, 720, 1024, 4096], help="of a block (demo model: 720)"
+        "--block-kib",
+        type=above_zero(int),
+        nargs="+",
+        default=[64, 256, 720, 1024, 4096],
+        help="of a block (demo model: 720)",
     )
-    parser.add_argument("--runs", type=int, nargs="+", default=[1, 5], help="blocks that make one frame")
-    parser.add_argument("--mib", type=int, default=1_000, help="moved in a round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--runs", type=above_zero(int), nargs="+", default=[1, 5], help="blocks that make one frame")
+    parser.add_argument("--mib", type=above_zero(int), default=1_000, help="moved in a round")
+    parser.add_argument("--rounds", type=above_zero(int), default=3)
     parser.add_argument("--ways", nargs="+", help="only these, as 'bare tcp'; with those that they are compared with")
     parser.add_argument("--curve", action="store_true", help="measure encrypted ways as well")
     parser.add_argument("--decoding", action="store_true", help="measure ours to a node that decodes as well")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from amounts import above_zero
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from pdserve.engine.model_source import resolve_model
@@ -30,9 +31,9 @@ def main() -> None:
     """Measure and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a model directory; default: the demo model")
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--output", type=int, default=32)
-    parser.add_argument("--texts", type=int, default=4)
+    parser.add_argument("--prompt", type=above_zero(int), default=512)
+    parser.add_argument("--output", type=above_zero(int), default=32)
+    parser.add_argument("--texts", type=above_zero(int), default=4)
     arguments = parser.parse_args()
     model_dir = resolve_model(arguments.model, progress=print)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()

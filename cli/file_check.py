@@ -1,6 +1,7 @@
 """Whether the files that a command will write to can be written, asked before anything slow is started."""
 
 import os
+import tempfile
 from pathlib import Path
 
 from pdserve.cli.errors import SettingError
@@ -48,3 +49,6 @@ def _refuse_unwritable(flag: str, text: str, is_made: bool) -> None:
         raise SettingError(f"{flag}: {str(existing)!r} is not a directory; give another path than {text!r}")
     if not os.access(existing, os.W_OK):
         raise SettingError(f"{flag}: {str(existing)!r} cannot be written by this user; give another path than {text!r}")
+    if existing.is_dir():  # root may do everything, says access: /proc takes no file all the same
+        with tempfile.TemporaryFile(dir=existing):
+            pass

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -81,16 +82,18 @@ def read_trace(path: Path, num_requests: int, scale: TraceScale, seed: int) -> t
     Raises:
         SettingError: the file is missing or of another form.
     """
+    found: list[PlannedRequest] = []
     try:
         with path.open(encoding="utf-8-sig") as file:
             rows = (
                 _mooncake(file, scale, seed) if path.suffix == ".jsonl" else _azure(csv.DictReader(file), scale, seed)
             )
-            found = list(islice(rows, num_requests))
-    except (OSError, KeyError, TypeError, ValueError) as error:
+            found.extend(islice(rows, num_requests))
+    except (OSError, KeyError, TypeError, ValueError, OverflowError, csv.Error) as error:
+        place = "" if isinstance(error, OSError) else f"row {len(found) + 1}: "
         raise SettingError(
-            f"trace {path}: {error!r}; it must be a CSV with TIMESTAMP, ContextTokens, GeneratedTokens, "
-            "or .jsonl with timestamp, input_length, output_length, hash_ids"
+            f"trace {path}: {place}{type(error).__name__}: {error}; it must be a CSV with TIMESTAMP, ContextTokens, "
+            "GeneratedTokens, or .jsonl with timestamp, input_length, output_length, hash_ids"
         ) from error
     if not found:
         raise SettingError(f"trace {path} is empty")
@@ -111,18 +114,22 @@ def _azure(rows: Iterable[dict[str, str]], scale: TraceScale, seed: int) -> Iter
 
 def _mooncake(lines: Iterable[str], scale: TraceScale, seed: int) -> Iterator[PlannedRequest]:
     block = max(1, round(_MOONCAKE_BLOCK / scale.lengths))
-    for line in lines:
-        row = json.loads(line)
+    for row in map(json.loads, filter(str.strip, lines)):
         num_prompt = _scaled(int(row["input_length"]), scale.lengths, scale.max_prompt)
         num_output = _scaled(int(row["output_length"]), scale.lengths, scale.max_output)
         prompt: tuple[int, ...] = ()
         for hash_id in row["hash_ids"]:
             prompt += _tokens(random.Random(f"{seed} {hash_id}"), block)
         prompt += _tokens(random.Random(f"{seed} rest {row['hash_ids']}"), max(0, num_prompt - len(prompt)))
-        yield PlannedRequest(prompt[:num_prompt], num_output, float(row["timestamp"]) / 1e3)
+        arrives_at_s = float(row["timestamp"]) / 1e3
+        if not math.isfinite(arrives_at_s):
+            raise ValueError(f"timestamp {arrives_at_s} is no time")
+        yield PlannedRequest(prompt[:num_prompt], num_output, arrives_at_s)
 
 
 def _scaled(num_tokens: int, divisor: float, limit: int) -> int:
+    if num_tokens < 0:
+        raise ValueError(f"{num_tokens} tokens")
     return min(limit, max(1, round(num_tokens / divisor)))
 
 

@@ -74,18 +74,20 @@ class MessageReader:
         """Wait until the reader has read what had arrived when the connection of a DEALER ended.
 
         A monitor tells of the end at once, past messages that are still queued. Nothing follows them; a reader that
-        does not read is waited for no longer than `_LAST_READ_S`.
+        has something to read and does not is waited for no longer than `_LAST_READ_S`, however much it has read.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_READ_S):
-                while self._has_message():
-                    self._read()
-                    if self._follower is None or self._follower.has_ended:
-                        self._next_follow = asyncio.Event()
-                        await self._next_follow.wait()
-                    else:
-                        await asyncio.sleep(0)
-                await asyncio.sleep(0)  # the last one may be in the hands of a task, which has its turn before ours
+        while self._has_message():
+            self._read()
+            if self._follower is not None and not self._follower.has_ended:
+                await asyncio.sleep(0)
+                continue
+            follows = self._next_follow = asyncio.Event()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_READ_S):
+                    await follows.wait()
+            if not follows.is_set():  # both come together where the process was held up
+                return
+        await asyncio.sleep(0)  # the last one may be in the hands of a task, which has its turn before ours
 
     def close(self) -> None:
         """Look at the socket no more."""

@@ -363,7 +363,7 @@ class EngineThread:
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
-                command.result.set_exception(EngineStopped("the engine has stopped"))
+                command.refuse(EngineStopped("the engine has stopped"))
 
 
 class _Command(Generic[T]):
@@ -372,6 +372,10 @@ class _Command(Generic[T]):
     def __init__(self, function: Callable[[Engine], T], result: "Future[T]") -> None:
         self.function = function
         self.result = result
+
+    def refuse(self, error: EngineStopped) -> None:
+        if self.result.set_running_or_notify_cancel():  # else nobody waits for it any more
+            self.result.set_exception(error)
 
     def run(self, engine: Engine) -> None:
         if not self.result.set_running_or_notify_cancel():

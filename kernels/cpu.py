@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention import AttentionSpan, FlatSpans
-from pdserve.kernels.fused_layer import FusedLayer, GatedLayer, LayerSteps, RowCache, Weight
+from pdserve.kernels.fused_layer import ROW_FORMATS, FusedLayer, GatedLayer, LayerSteps, RowCache, Weight
+from pdserve.kernels.kv_rows import row_elements
 from pdserve.kernels.packed_weight import PackedInt8Weight, PackedWeight
 from pdserve.kernels.rms_norm import rms_norm
 
@@ -25,6 +26,7 @@ _BY_CAPABILITY = {
     "AVX512": ("avx512bf16", "avx512vnni", "avx512", "avx2", "generic"),
     "AVX2": ("avx2", "generic"),
 }
+_FLOAT32 = torch.float32
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
@@ -110,10 +112,15 @@ class CpuKernels:
         bias: Tensor | None,  # [out_features] float32
     ) -> Tensor:  # [num_rows, out_features]
         """y = x W^T + bias, each output accumulated over the inputs in order, or exactly in integers."""
-        assert rows.dtype is torch.float32 and rows.stride(1) == 1
+        assert isinstance(weight, (PackedWeight, PackedInt8Weight))
+        _expect(rows.dtype is _FLOAT32 and rows.size(1) == weight.in_features and rows.stride(1) == 1, "rows", rows)
+        _expect(
+            bias is None or (bias.dtype is _FLOAT32 and bias.numel() == weight.out_features and bias.is_contiguous()),
+            "bias",
+            bias,
+        )
         if isinstance(weight, PackedInt8Weight):
             return self._int8_linear(rows, weight, bias)
-        assert isinstance(weight, PackedWeight)
         y = torch.empty(rows.shape[0], weight.out_features)
         self._library.pdserve_linear(
             rows.data_ptr(),
@@ -124,7 +131,7 @@ class CpuKernels:
             weight.out_features,
             rows.shape[0],
             weight.out_features,
-            weight.panels.shape[1],
+            weight.in_features,
             self._num_threads,
         )
         return y
@@ -160,7 +167,10 @@ class CpuKernels:
         soft_cap: float | None = None,
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
         """Causal attention that reads the blocks where they lie."""
-        assert query.dtype is torch.float32 and _lie_together(query) and _lie_together(kv_blocks)
+        _expect_cache(kv_blocks, query.size(2))
+        _expect(
+            query.dtype is _FLOAT32 and _lie_together(query) and not query.size(1) % kv_blocks.size(2), "query", query
+        )
         output = torch.empty(query.shape)
         self._library.pdserve_attention(
             query.data_ptr(),
@@ -181,7 +191,10 @@ class CpuKernels:
 
     def rms_norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         """y = weight * x / sqrt(mean(x^2) + eps) for each row x of rows [num_rows, size]."""
-        assert rows.is_contiguous()
+        _expect(rows.dtype is _FLOAT32 and rows.is_contiguous(), "rows", rows)
+        _expect(
+            weight.dtype is _FLOAT32 and weight.numel() == rows.size(1) and weight.is_contiguous(), "weight", weight
+        )
         y = torch.empty_like(rows)
         num_rows, size = rows.shape
         self._library.pdserve_rms_norm(
@@ -195,7 +208,7 @@ class CpuKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:  # [num_rows, 2 * size] -> [num_rows, size]
         """y = silu(gate) * up, where a row is [gate, up]."""
-        assert gate_up.dtype is torch.float32 and gate_up.is_contiguous()
+        _expect(gate_up.dtype is _FLOAT32 and gate_up.is_contiguous() and not gate_up.size(1) % 2, "gate_up", gate_up)
         size = gate_up.shape[1] // 2
         y = torch.empty(gate_up.shape[0], size)
         self._library.pdserve_silu_mul(gate_up.data_ptr(), y.data_ptr(), gate_up.shape[0], size, self._num_threads)
@@ -206,27 +219,34 @@ class CpuKernels:
         heads: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim] float32; rotated in place
         rotation: tuple[Tensor, Tensor] | None,  # cosines and sines, each [num_tokens, rotary_dim / 2] float32
         kv_blocks: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, row_elements], one layer of the cache
-        slot_mapping: Tensor,  # [num_tokens] int64
+        slot_mapping: Tensor,  # [num_tokens] int64; negative: a padded row, not written
     ) -> Tensor:  # [num_tokens, num_heads, head_dim], a view of heads
         """Rotate queries and keys in place, write keys and values into their slots, return the queries."""
-        num_kv_heads = kv_blocks.shape[2]
-        num_heads = heads.shape[1] - 2 * num_kv_heads
+        num_tokens, all_heads, head_dim = heads.shape
+        num_kv_heads = kv_blocks.size(2)
         cos, sin = (None, None) if rotation is None else rotation
+        half = 0 if cos is None else cos.size(1)
+        _expect_cache(kv_blocks, head_dim)
+        _expect(heads.dtype is _FLOAT32 and _lie_together(heads), "heads", heads)
+        _expect(_are_slots(slot_mapping, num_tokens), "slot_mapping", slot_mapping)
+        for each in rotation or ():
+            is_fitting = each.numel() == num_tokens * half and 2 * half <= head_dim
+            _expect(is_fitting and each.dtype is _FLOAT32 and each.is_contiguous(), "rotation", each)
         self._library.pdserve_rope_store(
             heads.data_ptr(),
             heads.stride(0),
             None if cos is None else cos.data_ptr(),
             None if sin is None else sin.data_ptr(),
-            0 if cos is None else cos.shape[1],
+            half,
             RowCache.of(kv_blocks),
             slot_mapping.data_ptr(),
-            heads.shape[0],
-            num_heads,
+            num_tokens,
+            all_heads - 2 * num_kv_heads,
             num_kv_heads,
-            heads.shape[2],
+            head_dim,
             self._num_threads,
         )
-        return heads[:, :num_heads]
+        return heads[:, : all_heads - 2 * num_kv_heads]
 
     def fuse(self, layer: GatedLayer) -> FusedLayer | None:
         """Lay a layer out for `run_layers`; None if it has to be run operation by operation."""
@@ -245,7 +265,8 @@ class CpuKernels:
 
         It is one call, so the interpreter's lock is let go and waited for once.
         """
-        assert hidden.is_contiguous()
+        _expect(hidden.dtype is _FLOAT32 and hidden.is_contiguous(), "hidden", hidden)
+        _expect(_are_slots(slot_mapping, hidden.size(0)), "slot_mapping", slot_mapping)
         if self._steps is None or not self._steps.are_of(layers, kv_layers):
             self._steps = LayerSteps(layers, kv_layers, self._num_threads)
         steps = self._steps
@@ -275,7 +296,9 @@ class PackedSpans:
         else:
             places = array("q")
             for span in spans:
-                places.extend((span.query_start, span.query_len, span.context_len, span.block_table.data_ptr()))
+                table = span.block_table
+                _expect(table.dtype is torch.int64 and table.is_contiguous(), "block_table", table)
+                places.extend((span.query_start, span.query_len, span.context_len, table.data_ptr()))
         self.table = torch.frombuffer(places, dtype=torch.int64).view(-1, 4) if places else torch.empty(0, 4)
 
 
@@ -284,10 +307,30 @@ def runs_here(library: ctypes.CDLL) -> bool:
     return bool(library.pdserve_runs_here())
 
 
+def _expect(is_right: bool, name: str, tensor: Tensor | None) -> None:
+    """Refuse what the kernels would read or write beyond its end: they know addresses only.
+
+    Raises:
+        ValueError: it is not as the signature says.
+    """
+    if not is_right:
+        found = "" if tensor is None else f": got {tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}"
+        raise ValueError(f"{name}: not what the kernels take{found}")
+
+
+def _expect_cache(kv_blocks: Tensor, head_dim: int) -> None:
+    dtype = kv_blocks.dtype
+    is_fitting = dtype in ROW_FORMATS and kv_blocks.size(4) == row_elements(head_dim, dtype)
+    _expect(is_fitting and _lie_together(kv_blocks), "kv_blocks", kv_blocks)
+
+
+def _are_slots(slot_mapping: Tensor, num_tokens: int) -> bool:
+    return slot_mapping.dtype is torch.int64 and slot_mapping.numel() == num_tokens and slot_mapping.is_contiguous()
+
+
 def _lie_together(heads: Tensor) -> bool:
     """Return whether rows [..., num_rows, size] follow one another; the kernels know no other strides."""
-    num_rows, size = heads.shape[-2:]
-    return heads.stride(-1) == 1 and (num_rows == 1 or heads.stride(-2) == size)
+    return heads.stride(-1) == 1 and (heads.stride(-2) == heads.size(-1) or heads.size(-2) == 1)
 
 
 def _declare(function: Any, *arguments: type[Any]) -> None:

@@ -205,8 +205,9 @@ void with_rows_of(const RowCache& cache, const Body& body) {
   }
 }
 
-// Writes keys and values of one token, [2 * num_kv_heads, head_dim], into a slot.
+// Writes keys and values of one token, [2 * num_kv_heads, head_dim], into a slot; a negative one is a padded row's.
 inline void store_kv(const RowCache& c, const float* heads, int64_t num_kv_heads, int64_t head_dim, int64_t slot) {
+  if (slot < 0) return;
   with_rows_of(c, [&](auto row) {
     const int64_t size = row.size_bytes(head_dim);
     uint8_t* place = c.blocks + slot / c.block_size * c.block_stride + slot % c.block_size * size;

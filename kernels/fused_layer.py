@@ -11,7 +11,7 @@ from torch import Tensor
 from pdserve.kernels.int8_linear import Int8Weight
 from pdserve.kernels.packed_weight import PackedInt8Weight, PackedWeight
 
-_ROW_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # of kernels/cpu_kv_cache.h
+ROW_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # of kernels/cpu_kv_cache.h
 Weight = Tensor | PackedWeight | PackedInt8Weight | Int8Weight  # [out_features, in_features], as its operations want it
 
 
@@ -71,7 +71,7 @@ class RowCache(ctypes.Structure):
     def of(cls, kv_blocks: Tensor) -> "RowCache":
         """Describe a layer's cache to the kernels; whoever uses it keeps the tensor alive."""
         stride_bytes = kv_blocks.stride(0) * kv_blocks.itemsize
-        return cls(kv_blocks.data_ptr(), _ROW_FORMATS[kv_blocks.dtype], stride_bytes, kv_blocks.shape[3])
+        return cls(kv_blocks.data_ptr(), ROW_FORMATS[kv_blocks.dtype], stride_bytes, kv_blocks.shape[3])
 
 
 class Step(ctypes.Structure):

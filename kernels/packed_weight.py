@@ -19,6 +19,11 @@ class PackedWeight:
         self.out_features = out_features
 
     @property
+    def in_features(self) -> int:
+        """Values of a row that it multiplies."""
+        return self.panels.shape[1]
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of its values."""
         return self.panels.dtype

@@ -6,11 +6,10 @@ is. The socket is a plain one: whoever sends or receives by it does so through i
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import zmq
 
-_LAST_READ_S = 1.0
+_LAST_READ_TURNS = 100  # of the event loop; a `run` that reads needs two of them
 _MESSAGES_PER_TURN = 4  # then others have theirs
 
 # As plain numbers, and frame by frame below: pyzmq's own flags are enumerations, and its calls for whole messages ask
@@ -63,12 +62,12 @@ class MessagePort:
 
     async def wait_all_read(self) -> None:
         """Wait until `run` has read what had arrived when the connection of a DEALER ended: a monitor tells of the end
-        at once, past messages that are still queued. A `run` that does not read is waited for `_LAST_READ_S`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_READ_S):
-                while self._has_message():
-                    self._readable.set()
-                    await asyncio.sleep(0)
+        at once, past messages that are still queued. A `run` that does not read is waited for `_LAST_READ_TURNS`."""
+        num_turns = 0
+        while self._has_message() and num_turns < _LAST_READ_TURNS:
+            self._readable.set()
+            await asyncio.sleep(0)
+            num_turns = num_turns + 1 if self._readable.is_set() else 0
 
     def _has_message(self) -> bool:
         return bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)

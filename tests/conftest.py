@@ -153,7 +153,7 @@ class RedisServer:
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait(timeout=50)
+            self._process.wait(timeout=30)
             self._process = None
 
     def pause(self) -> None:

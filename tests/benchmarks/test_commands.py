@@ -56,6 +56,16 @@ def test_what_would_fail_later_is_refused_first(
     assert named in capsys.readouterr().err
 
 
+def test_a_trace_is_refused_for_any_of_its_rows(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,100,10\nlater,100,10\n")
+
+    with pytest.raises(SystemExit):
+        load("run").checked_options(["W6", "--ours", "pdserve", "--peer", "pdserve", "--trace", str(trace)])
+
+    assert "row 2" in capsys.readouterr().err
+
+
 def test_a_damaged_file_is_no_comparison_to_resume(
     load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,3 +97,29 @@ def test_outputs_are_refused_before_anything_runs(load: Load, tmp_path: Path) ->
         with pytest.raises(outputs.argparse.ArgumentTypeError, match="directory"):
             refuse(str(path))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.timeout(300)  # modules of torch are read, on a busy machine
+@pytest.mark.parametrize(
+    ("script", "arguments", "named"),
+    [
+        ("limits", ["--rounds", "0"], "--rounds: 0 is not above 0"),
+        ("limits", ["--prompt-tokens", "7"], "--prompt-tokens: at least 8"),
+        ("growth", ["--steps", "-3"], "--steps: -3 is not above 0"),
+        ("split", ["--prompt", "64", "--prompt", "0"], "--prompt: 0 is not above 0"),
+        ("shared_cores", ["pdserve", "--seconds", "inf"], "--seconds: inf is not above 0"),
+        ("perplexity", ["--max-tokens", "1"], "at least 2"),
+        ("cpu_kernels", ["--threads", "many"], "--threads: invalid int value: 'many'"),
+    ],
+)
+def test_an_amount_that_cannot_be_measured_is_refused_first(
+    load: Load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    script: str, arguments: list[str], named: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
+
+    with pytest.raises(SystemExit) as ended:
+        load(script).main()
+
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err

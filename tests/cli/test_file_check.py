@@ -48,3 +48,10 @@ def test_blocks_cannot_be_kept_below_a_file(tmp_path: Path) -> None:
 
     with pytest.raises(SettingError, match=r"--kv-disk-dir: '.*/file' is not a directory"):
         check_files(Settings(kv_disk_dir=str(tmp_path / "file" / "kv")))
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+def test_a_folder_that_takes_no_files_is_named_whoever_asks() -> None:
+    for settings in (Settings(kv_disk_dir="/proc/blocks"), Settings(core_share_file="/proc/cores")):
+        with pytest.raises(SettingError, match="/proc"):
+            check_files(settings)

@@ -76,3 +76,37 @@ def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path: Path, content: str
 
     with pytest.raises(SettingError, match=r"other\.csv"):
         read_trace(path, 1, TraceScale(), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "said"),
+    [
+        ("bad.csv", "2023-11-16 18:15:47.0,ten,10", "row 2: ValueError"),
+        ("bad.csv", "2023-11-16 18:15:47.0,-1,10", "row 2: ValueError: -1 tokens"),
+        ("bad.csv", "2023-11-16 18:15:47.0", "row 2: TypeError"),
+        ("bad.jsonl", '{"timestamp": 1,', "row 2: JSONDecodeError"),
+        (
+            "bad.jsonl",
+            '{"timestamp": 1e999, "input_length": 5, "output_length": 5, "hash_ids": []}',
+            "row 2: ValueError",
+        ),
+        ("bad.jsonl", '{"timestamp": 1, "input_length": 1e999, "output_length": 5, "hash_ids": []}', "row 2: Overflow"),
+    ],
+)
+def test_a_row_that_cannot_be_asked_is_named(tmp_path: Path, name: str, row: str, said: str) -> None:
+    good = {
+        "bad.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,100,10",
+        "bad.jsonl": '{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": []}',
+    }[name]
+    path = tmp_path / name
+    path.write_text(f"{good}\n{row}\n")
+
+    with pytest.raises(SettingError, match=said):
+        read_trace(path, 2, TraceScale(), 1)
+
+
+def test_an_empty_line_of_a_trace_is_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": []}\n\n')
+
+    assert len(read_trace(path, 2, TraceScale(), 1)) == 1

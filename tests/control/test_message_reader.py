@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -7,6 +8,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from pdserve.control import message_reader
 from pdserve.control.message_reader import MessageReader
 from pdserve.kvtransfer.sockets import NEVER_MS
 
@@ -88,8 +90,13 @@ async def test_others_have_their_turn_while_messages_pour_in() -> None:
         assert turns >= _NUM_MESSAGES // 8 - 1
 
 
-async def test_what_arrived_before_the_connection_ended_is_read_first() -> None:
-    """What a node said before it closed is heard, although the end of its connection is known first."""
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_what_arrived_before_the_connection_ended_is_read_first(
+    monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    """What a node said before it closed is heard, although the end of its connection is known first; however long all
+    of it takes: what has a limit is the wait for a reader that does not read."""
+    monkeypatch.setattr(message_reader, "_LAST_READ_S", 0.05 if is_slow else 30.0)
     with zmq.asyncio.Context() as context:
         router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
@@ -108,7 +115,9 @@ async def test_what_arrived_before_the_connection_ended_is_read_first() -> None:
         async def read() -> None:
             while True:
                 heard.extend(await reader.recv())
-                await asyncio.sleep(0)  # as a reader that has work with each
+                if is_slow:
+                    time.sleep(0.002)  # noqa: ASYNC251 - work, of which each message makes some
+                await asyncio.sleep(0)
 
         reading = asyncio.create_task(read(), name="read")
         await reader.wait_all_read()

@@ -271,7 +271,7 @@ async def test_a_task_that_outlives_its_time_is_ended_and_said_to_be_late(contex
 async def test_the_tasks_of_a_silent_gateway_are_cancelled_those_of_a_speaking_one_go_on(
     context: zmq.asyncio.Context,
 ) -> None:
-    async with _serving(context, gateway_lease_s=0.4) as node:
+    async with _serving(context, gateway_lease_s=2.0) as node:
         silent, speaking = node.gateway(), node.gateway()
         await silent.ask(_task("waits-silent"))
         await speaking.ask(_task("waits-speaking"))
@@ -285,20 +285,22 @@ async def test_the_tasks_of_a_silent_gateway_are_cancelled_those_of_a_speaking_o
 
 
 async def test_a_node_that_stood_still_does_not_take_its_gateways_for_silent(context: zmq.asyncio.Context) -> None:
-    async with _serving(context, gateway_lease_s=0.4) as node:
+    async with _serving(context, gateway_lease_s=1.0) as node:
         gateway = node.gateway()
         await gateway.ask(_task("waits"))
 
-        for _ in range(3):
-            time.sleep(0.8)  # noqa: ASYNC251 - the whole event loop stands still, as under a long native call
-            assert await gateway.held() == ("waits",)
+        for number in range(3):
+            gateway.send(Ping("g", number))  # what it says is there to be read when the node goes on
+            time.sleep(1.6)  # noqa: ASYNC251 - the whole event loop stands still, as under a long native call
+            answer = await gateway.hear()
+            assert isinstance(answer, Pong) and answer.attempt_ids == ("waits",)
 
 
 async def test_a_draining_node_refuses_what_is_new_and_waits_for_what_runs(context: zmq.asyncio.Context) -> None:
     async with _serving(context) as node:
         gateway = node.gateway()
         await gateway.ask(_task("waits-1"))
-        draining = asyncio.ensure_future(node.host.drain(5.0))
+        draining = asyncio.ensure_future(node.host.drain(60.0))
         answer = await gateway.ask(Ping("g", 1))
 
         refusal = await gateway.ask(_task("waits-2"))

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.control import span_log
 from pdserve.control.span_log import SpanLog
 from pdserve.kvtransfer.spans import Side, TransferSpan
 
@@ -11,7 +12,10 @@ def _span(transfer_id: str, label: str = "") -> TransferSpan:
     return TransferSpan(transfer_id, label, Side.RECEIVER, "p", "done", 0.1, 0.2, None, 0.5, 3, 300)
 
 
-async def test_each_span_is_a_line_with_the_request_it_belongs_to(tmp_path: Path) -> None:
+async def test_each_span_is_a_line_with_the_request_it_belongs_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(span_log, "_CLOSE_TIMEOUT_S", 30.0)
     path = tmp_path / "spans.jsonl"
     path.write_text('{"of": "an earlier start"}\n')
 

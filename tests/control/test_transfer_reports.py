@@ -94,7 +94,7 @@ async def _measure(layout: KVLayout, incarnation: str = "d1", size_bytes: int = 
             BlockReceiver.bind(context, node_id="d", incarnation="d1", layout=LAYOUT, sink=Nowhere()) as receiver,
             BlockSender(context, node_id="p", incarnation="p1", layout=layout) as sender,
         ):
-            probe = ProbeLink("x", receiver.endpoint, "d", incarnation, size_bytes, 10.0)
+            probe = ProbeLink("x", receiver.endpoint, "d", incarnation, size_bytes, 30.0)
             return await measure_link(sender, probe)
 
 
@@ -113,7 +113,7 @@ async def test_what_differs_between_the_ends_is_named(field: str) -> None:
             BlockReceiver.bind(context, node_id="d", incarnation="d1", layout=theirs, sink=Nowhere()) as receiver,
             BlockSender(context, node_id="p", incarnation="p1", layout=ours) as sender,
         ):
-            report = await measure_link(sender, ProbeLink("x", receiver.endpoint, "d", "d1", 1000, 10.0))
+            report = await measure_link(sender, ProbeLink("x", receiver.endpoint, "d", "d1", 1000, 30.0))
 
     assert (report.code, report.field) == ("layout_mismatch", field)
     assert field in report.message

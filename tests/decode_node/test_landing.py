@@ -41,7 +41,7 @@ async def test_an_offer_after_its_task_finds_it_at_once(stream: SequenceStream) 
 
 async def test_an_offer_before_its_task_waits_for_it(stream: SequenceStream) -> None:
     board = LandingBoard()
-    finding = asyncio.ensure_future(board.find("t1", timeout_s=5))
+    finding = asyncio.ensure_future(board.find("t1", timeout_s=50))
     await asyncio.sleep(0)
 
     with board.expect("other", stream, HASHES, BRANCHES), board.expect("t1", stream, HASHES, BRANCHES) as landing:
@@ -60,7 +60,7 @@ async def test_an_offer_whose_task_never_comes_is_refused_for_now_and_leaves_not
 
 async def test_a_cancelled_offer_does_not_disturb_the_task_that_comes_later(stream: SequenceStream) -> None:
     board = LandingBoard()
-    finding = asyncio.ensure_future(board.find("t1", timeout_s=5))
+    finding = asyncio.ensure_future(board.find("t1", timeout_s=50))
     await asyncio.sleep(0)
     finding.cancel()
     await asyncio.wait((finding,))

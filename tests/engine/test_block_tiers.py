@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.engine import block_tiers
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.errors import InvalidRequest, ModelError
@@ -23,6 +24,12 @@ _SEEDED = SamplingParams(max_tokens=24, temperature=1.2, top_p=0.95, seed=11, ig
 _SHORT = replace(_GREEDY, max_tokens=2)
 
 Tokens = dict[str, list[SampledToken]]
+
+
+@pytest.fixture(autouse=True)
+def _patience_with_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes is a matter of the machine: a step that gave a read up would compute what the tests count."""
+    monkeypatch.setattr(block_tiers, "_DISK_TIMEOUT_S", 600.0)
 
 
 def _engine(model_dir: Path, host_blocks: int = 0, disk_blocks: int = 0, **options: Any) -> Engine:

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -14,6 +14,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine, EngineLoad
 from pdserve.engine.engine_thread import EngineThread
 from pdserve.engine.errors import EngineStopped, InvalidRequest
+from pdserve.engine.layer_progress import LayerProgress, LayerWatch
 from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.sequence import SequenceSpec
 from pdserve.engine.step_output import StepOutput
@@ -123,17 +124,54 @@ async def test_pending_command_is_refused_when_the_thread_ends(tiny_model: Any) 
         await thread.call(lambda engine: None)
 
 
-async def test_end_does_not_wait_for_a_long_step(tiny_model: Any) -> None:
-    config = EngineConfig(model_dir=tiny_model(num_hidden_layers=40), num_blocks=64, max_num_batched_tokens=500)
-    async with EngineThread.start(Engine.load(config)) as thread:
+async def test_a_caller_that_gave_up_leaves_none_of_the_others_without_an_answer(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step fails while two commands wait, of which one is not wanted any more."""
+    engine = Engine.load(EngineConfig(model_dir=tiny_model(), num_blocks=8))
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def fail() -> NoReturn:
+        has_begun.set()
+        may_end.wait(_DEADLINE_S)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(engine, "step", fail)
+    async with EngineThread.start(engine) as thread, asyncio.timeout(_DEADLINE_S):
+        await thread.call(lambda engine: None)
+        await asyncio.to_thread(has_begun.wait, _DEADLINE_S)
+        given_up, waiting = [asyncio.create_task(thread.call(lambda engine: None), name="call") for _ in range(2)]
+        await asyncio.sleep(0)  # both are queued
+        given_up.cancel()
+        may_end.set()
+
+        with pytest.raises(EngineStopped):
+            await waiting
+        assert given_up.cancelled()
+
+
+async def test_end_does_not_wait_for_a_long_step(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is held at its first layer until it is told to end."""
+    engine = Engine.load(EngineConfig(model_dir=tiny_model(), num_blocks=64, max_num_batched_tokens=500))
+    is_told, interrupt = threading.Event(), engine.interrupt
+    monkeypatch.setattr(engine, "interrupt", lambda: (interrupt(), is_told.set()))
+    begun = asyncio.Event()
+    async with EngineThread.start(engine) as thread:
+        loop, num_layers = asyncio.get_running_loop(), []
+
+        def hold(progress: LayerProgress) -> None:
+            num_layers.append(progress.num_layers)
+            loop.call_soon_threadsafe(begun.set)
+            assert is_told.wait(_DEADLINE_S)
+
+        engine.layer_watch = LayerWatch(engine.facts.num_layers, engine.facts.block_size, lambda _: True, hold)
         spec = SequenceSpec("a", tuple(5 + i % 190 for i in range(490)), _SHORT)
         async with thread.computing(spec):
-            async with asyncio.timeout(20):
-                while thread.progress_age_s == 0:  # noqa: ASYNC110 (nobody announces the start of a step)
-                    await asyncio.sleep(0)
+            await begun.wait()
+            assert thread.progress_age_s > 0
 
     assert thread.failure is None
-    assert thread.load.num_running == 0, "the step was not finished"
+    assert num_layers == [1] and thread.load.num_running == 0, "the step was finished"
 
 
 async def test_waiting_too_long_ends_although_no_step_can_be_taken(tiny_model: Any) -> None:

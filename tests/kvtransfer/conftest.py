@@ -135,7 +135,7 @@ class Pair:
                 node_id="prefill-0",
                 incarnation="p1",
                 layout=sender_layout or self.layout,
-                config=sender_config or SenderConfig(),
+                config=sender_config or SenderConfig(handshake_timeout_s=30.0),
             )
         )
         self.peer = PeerAddress(self.receiver.endpoint, "decode-0", "d1")
@@ -144,7 +144,7 @@ class Pair:
     async def close(self):
         await self._stack.aclose()
 
-    async def offer(self, transfer_id="t1", num_tokens=10, deadline_s=10.0, peer=None):
+    async def offer(self, transfer_id="t1", num_tokens=10, deadline_s=60.0, peer=None):
         hashes = self.hashes(num_tokens)
         return await self.sender.offer(peer or self.peer, transfer_id, hashes, num_tokens, deadline_s)
 
@@ -209,7 +209,7 @@ async def _process(layout, incarnation="x1", lease_s=10.0, **job):
         sys.executable, str(PROGRAM), json.dumps(job), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     try:
-        line = await asyncio.wait_for(child.stdout.readline(), 20)
+        line = await asyncio.wait_for(child.stdout.readline(), 50)
         yield child, json.loads(line)
     finally:
         if child.returncode is None:

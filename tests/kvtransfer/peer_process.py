@@ -49,6 +49,7 @@ async def receive(context, job, layout):
         say(endpoint=receiver.endpoint)
         if job["stall_s"]:
             await asyncio.to_thread(sys.stdin.readline)
+            say(stalls=job["stall_s"])
             stall(job)
             say(stalled=job["stall_s"])
         await receiver.watch()

@@ -79,8 +79,8 @@ async def _flood_a_slow_receiver(context, num_requests, bytes_per_s):
         ) as sender,
     ):
         slow_peer, fast_peer = PeerAddress(slow_end.endpoint, "slow", "1"), PeerAddress(fast_end.endpoint, "fast", "1")
-        await _ship(sender, slow_peer, 2**20, 10.0)
-        await _ship(sender, fast_peer, 2**20, 10.0)
+        await _ship(sender, slow_peer, 2**20, 60.0)
+        await _ship(sender, fast_peer, 2**20, 60.0)
         before = _resident_bytes()
         async with asyncio.TaskGroup() as group:
             for number in range(num_requests):
@@ -88,7 +88,7 @@ async def _flood_a_slow_receiver(context, num_requests, bytes_per_s):
             await asyncio.sleep(0)
             start = time.monotonic()
             for number in range(20):
-                await _ship(sender, fast_peer, number, 10.0)
+                await _ship(sender, fast_peer, number, 60.0)
             fast_s = time.monotonic() - start
             num_slow_before_fast = slow.num_committed
     assert slow.num_committed == num_requests + 1

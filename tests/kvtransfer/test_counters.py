@@ -75,11 +75,13 @@ async def test_each_peer_is_counted_by_itself_on_both_ends(pair, make_sink, refu
 
 
 async def test_a_receiver_that_stops_answering_is_told_apart_from_one_that_closes(pair, process):
-    for number, code in ((signal.SIGSTOP, "lease_expired"), (signal.SIGKILL, "peer_lost")):
-        async with process(pair.layout, incarnation="d1", lease_s=10.0) as (child, words):
+    for number, code, lease_s in ((signal.SIGSTOP, "lease_expired", 1.0), (signal.SIGKILL, "peer_lost", 60.0)):
+        async with process(pair.layout, incarnation="d1", lease_s=60.0) as (child, words):
             peer = PeerAddress(words["endpoint"], "decode-0", "d1")
-            async with _sender_with_short_lease(pair) as sender:
-                transfer = await sender.offer(peer, "t", pair.hashes(10), 10, 30.0)
+            config = SenderConfig(lease_s=lease_s, handshake_timeout_s=30.0)
+            names = {"node_id": "prefill-0", "incarnation": "p1", "layout": pair.layout}
+            async with BlockSender(pair.context, **names, config=config) as sender:
+                transfer = await sender.offer(peer, "t", pair.hashes(10), 10, 60.0)
                 await transfer.granted()
 
                 child.send_signal(number)
@@ -87,8 +89,3 @@ async def test_a_receiver_that_stops_answering_is_told_apart_from_one_that_close
                 error = await asyncio.wait_for(transfer.closed(), 30)
                 assert isinstance(error, PeerLost) and error.code == code
                 assert sender.counts().failures == {code: 1}
-
-
-def _sender_with_short_lease(pair):
-    config = SenderConfig(lease_s=1.0)
-    return BlockSender(pair.context, node_id="prefill-0", incarnation="p1", layout=pair.layout, config=config)

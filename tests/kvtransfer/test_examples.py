@@ -4,17 +4,20 @@ import asyncio
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.timeout(180)
 async def test_the_examples_ship_what_is_missing_and_no_more():
     receiver = await _start("receive_blocks.py")
     sender = None
     try:
-        endpoint = (await asyncio.wait_for(receiver.stdout.readline(), 20)).decode().strip()
+        endpoint = (await asyncio.wait_for(receiver.stdout.readline(), 50)).decode().strip()
         sender = await _start("send_blocks.py", endpoint)
-        said, _ = await asyncio.wait_for(sender.communicate(), 20)
-        landed, _ = await asyncio.wait_for(receiver.communicate(), 20)
+        said, _ = await asyncio.wait_for(sender.communicate(), 50)
+        landed, _ = await asyncio.wait_for(receiver.communicate(), 50)
     finally:
         for process in (receiver, sender):
             if process is not None and process.returncode is None:

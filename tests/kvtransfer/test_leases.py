@@ -3,7 +3,11 @@
 import asyncio
 import json
 
+import pytest
+
 from pdserve.kvtransfer import PeerAddress, ReceiverConfig, SenderConfig
+
+pytestmark = pytest.mark.timeout(180)
 
 
 async def test_a_sender_too_busy_to_speak_for_many_leases_keeps_its_hundred_transfers(make_pair, process):
@@ -28,6 +32,7 @@ async def test_a_receiver_too_busy_to_speak_for_many_leases_keeps_its_hundred_tr
             await transfer.granted()
         child.stdin.write(b"stall\n")
 
+        assert json.loads(await asyncio.wait_for(child.stdout.readline(), 45)) == {"stalls": 3.0}
         assert json.loads(await asyncio.wait_for(child.stdout.readline(), 45)) == {"stalled": 3.0}
 
         async with asyncio.timeout(45):
@@ -39,7 +44,7 @@ async def test_a_receiver_too_busy_to_speak_for_many_leases_keeps_its_hundred_tr
 
 async def test_a_granted_transfer_may_wait_for_many_leases_beside_busy_ones(make_pair):
     pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.5))
-    waiting = [await pair.offer(f"waiting{number}", deadline_s=30.0) for number in range(100)]
+    waiting = [await pair.offer(f"waiting{number}", deadline_s=60.0) for number in range(100)]
     loop = asyncio.get_running_loop()
     start = loop.time()
 

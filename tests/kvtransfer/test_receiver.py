@@ -61,7 +61,7 @@ class RawPeer:
         await self.say(Hello(**{**hello, **changes}))
 
     async def offer(self, transfer_id="t1", num_tokens=10, generation=1):
-        await self.say(Offer(transfer_id, generation, tuple(self.pair.hashes(num_tokens)), num_tokens, 10_000))
+        await self.say(Offer(transfer_id, generation, tuple(self.pair.hashes(num_tokens)), num_tokens, 60_000))
 
     async def granted(self, transfer_id="t1"):
         await self.greet()
@@ -315,11 +315,12 @@ async def test_a_closed_connection_releases_at_once(pair, connect):
 
 async def test_a_living_process_may_not_be_silent_for_ever(make_pair, connect):
     pair = await make_pair(receiver_config=ReceiverConfig(lease_s=0.4, max_silence_s=4.0))
+    loop = asyncio.get_running_loop()
     async with connect(pair) as raw:
+        begun = loop.time()
         await raw.granted()
-        await asyncio.sleep(1.2)  # three leases: the process answers, so nothing has happened
-        assert pair.receiver.counts().open == 1
         await asyncio.wait_for(pair.receiver.idle(), 30)
+        assert loop.time() - begun >= 4.0  # ten leases: the process answers, so its silence alone ended it
     assert pair.sink.released == {"t1": "lease_expired"}
 
 
@@ -383,7 +384,9 @@ async def test_a_storm_of_random_frames_changes_nothing_for_others(pair, connect
         await transfer.send_blocks(pair.blocks())
         await transfer.finish(b"")
 
-    assert pair.receiver.counts().failures["protocol"] > 50
+        async with asyncio.timeout(30):
+            while pair.receiver.counts().failures.get("protocol", 0) <= 50:  # noqa: ASYNC110 - the storm goes on
+                await asyncio.sleep(0.01)
     assert pair.receiver.counts().open == 0
 
 
