@@ -11,7 +11,7 @@ Order: bias, repetition penalty, presence and frequency penalties, bans. Bans co
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -24,26 +24,21 @@ def logit_edits(
     sampling: SamplingParams,
     seen: SeenTokens | None,
     output_token_ids: Sequence[int],
-    forbidden: Iterable[int] = (),
+    forbidden: Sequence[int] = (),
     banned: Tensor | None = None,  # [num_token_ids] bool
 ) -> LogitEdits | None:
     """Return everything that the request asks for, given its own tokens alone, and what else may not be sampled.
 
     `seen` is read for penalties, the output for bad words; None if nothing is changed.
     """
-    biases: dict[int, float] = {}
-    if sampling.logit_bias:
-        biases = {token_id: bias if bias > BANNING_BIAS else -math.inf for token_id, bias in sampling.logit_bias}
-    for token_ids in sampling.bad_words_ids:
-        *beginning, last = token_ids
-        if list(output_token_ids[len(output_token_ids) - len(beginning) :]) == beginning:
-            biases[last] = -math.inf
-    biases |= dict.fromkeys(forbidden, -math.inf)
+    biases: tuple[tuple[int, float], ...] = ()
+    if forbidden or sampling.logit_bias or sampling.bad_words_ids:
+        biases = _biases(sampling, output_token_ids, forbidden)
     has_penalties = sampling.has_penalties
     if not biases and not has_penalties and sampling.allowed_token_ids is None and banned is None:
         return None
     return LogitEdits(
-        biases=tuple(biases.items()),
+        biases=biases,
         seen=seen if has_penalties else None,
         repetition=sampling.repetition_penalty,
         presence=sampling.presence_penalty,
@@ -51,3 +46,15 @@ def logit_edits(
         allowed_ids=sampling.allowed_token_ids,
         banned=banned,
     )
+
+
+def _biases(
+    sampling: SamplingParams, output_token_ids: Sequence[int], forbidden: Sequence[int]
+) -> tuple[tuple[int, float], ...]:
+    biases = {token_id: bias if bias > BANNING_BIAS else -math.inf for token_id, bias in sampling.logit_bias}
+    for token_ids in sampling.bad_words_ids:
+        *beginning, last = token_ids
+        if list(output_token_ids[len(output_token_ids) - len(beginning) :]) == beginning:
+            biases[last] = -math.inf
+    biases |= dict.fromkeys(forbidden, -math.inf)
+    return tuple(biases.items())

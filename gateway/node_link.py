@@ -164,7 +164,7 @@ class NodeLink:
         self._on_change()
 
     async def _ping(self) -> str:
-        sequence = 0
+        sequence, judged_from = 0, self._heard_at
         while True:
             try:
                 self.send(Ping(self._gateway_id, sequence))
@@ -175,8 +175,11 @@ class NodeLink:
             await asyncio.sleep(self._config.ping_s)
             now = time.monotonic()
             if now - before > self._config.ping_s + self._config.silence_s / 2:
-                continue  # this process was stalled: read what the node said before judging it
-            silence_s = now - self._heard_at
+                # This process was stalled: what the node said meanwhile is unread, and what stalled this process may
+                # have stalled the node, which has its whole time to answer from now on.
+                judged_from = now
+                continue
+            silence_s = now - max(self._heard_at, judged_from)
             if silence_s > self._config.silence_s:
                 return f"it has been silent for {silence_s:.1f} s"
             load = self.load

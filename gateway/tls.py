@@ -1,6 +1,7 @@
 """HTTPS: a certificate that is read again when its files change, for the connections that come after."""
 
 import asyncio
+import hashlib
 import logging
 import ssl
 from dataclasses import dataclass
@@ -21,9 +22,16 @@ class TlsFiles:
     certificate: Path
     key: Path
 
-    def stamp(self) -> tuple[tuple[int, int], ...]:
-        """Return what changes when a file does; links are followed, as they are what renewals replace."""
-        return tuple((state.st_mtime_ns, state.st_ino) for state in (self.certificate.stat(), self.key.stat()))
+    def stamp(self) -> tuple[bytes, ...]:
+        """Return what changes when what is in a file does, which its times need not: they go by the kernel's ticks.
+
+        Raises:
+            InvalidCertificate: a file cannot be read.
+        """
+        try:
+            return tuple(hashlib.sha256(path.read_bytes()).digest() for path in (self.certificate, self.key))
+        except OSError as error:
+            raise InvalidCertificate(self.certificate, str(error)) from None
 
 
 class TlsCertificate:
@@ -31,8 +39,8 @@ class TlsCertificate:
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
+        self._stamp = files.stamp()  # before they are loaded: what is renewed in between is seen at the next look
         self.context = _context(files)
-        self._stamp = files.stamp()
 
     def reload_if_changed(self) -> bool:
         """Take new files if they are whole and fit together, else stay with the old; whether they were taken."""

@@ -52,15 +52,23 @@ inline float group_largest(const float* x, int64_t count, IntVec& exponents) {
   return largest;
 }
 
+inline float largest_group(const std::vector<float>& maxima) {
+  const int64_t size = maxima.size(), whole = size / kLanes * kLanes;
+  Vec most = splat(kForbidden);
+  for (int64_t i = 0; i < whole; i += kLanes) most = larger(load(maxima.data() + i), most);
+  float largest = largest_lane(most);
+  for (int64_t i = whole; i < size; i++) largest = std::max(largest, maxima[i]);
+  return largest;
+}
+
 // The largest value of each group of 64, and of all; false if a value is not finite.
 inline bool group_maxima(const float* x, int64_t size, std::vector<float>& maxima, float& largest) {
   IntVec exponents = {};
   maxima.resize((size + kGroup - 1) / kGroup);
-  largest = kForbidden;
   const int64_t whole = size / kGroup;
   for (int64_t group = 0; group < whole; group++) maxima[group] = group_largest(x + kGroup * group, kGroup, exponents);
   if (size % kGroup) maxima[whole] = group_largest(x + kGroup * whole, size % kGroup, exponents);
-  for (const float each : maxima) largest = std::max(largest, each);
+  largest = largest_group(maxima);
   bool is_finite = true;
   for (int lane = 0; lane < kLanes; lane++) is_finite &= exponents[lane] != 0x7f800000;
   return is_finite;
@@ -77,7 +85,7 @@ class RowEditor {
     penalize(edits, x, size);
     if (edits.num_allowed < 0 && edits.banned == nullptr) {
       refresh(x, size, maxima);
-      largest = *std::max_element(maxima.begin(), maxima.end());
+      largest = largest_group(maxima);
       return x;
     }
     const float* row = edits.num_allowed < 0 ? x : keep_allowed(edits, x, size);
@@ -112,16 +120,19 @@ class RowEditor {
     }
   }
 
+  // An edit changes the largest of its group only where it was that, or has become it.
   void refresh(const float* x, int64_t size, std::vector<float>& maxima) const {
     IntVec exponents = {};
     const auto update = [&](int64_t group) {
       const int64_t start = kGroup * group;
       maxima[group] = group_largest(x + start, std::min<int64_t>(kGroup, size - start), exponents);
     };
-    if (before_.size() < maxima.size())
-      for (const auto& each : before_) update(each.first / kGroup);
-    else
+    if (before_.size() >= maxima.size()) {
       for (size_t group = 0; group < maxima.size(); group++) update(group);
+      return;
+    }
+    for (const auto& [id, before] : before_)
+      if (const float most = maxima[id / kGroup]; before >= most || x[id] > most) update(id / kGroup);
   }
 
   const float* keep_allowed(const RowEdits& edits, const float* x, int64_t size) {

@@ -168,20 +168,42 @@ inline float light_below(const Scale& scale, double least) {
 // `chosen` becomes the ids that weigh `least` or more, in the order of their ids; returns the sum of their weights.
 inline double choose_heavy(const float* x, int64_t size, const Scale& scale, double least, SamplingScratch& scratch) {
   const float border = light_below(scale, least);
-  double mass = 0.0, weights[kGroup], scores[kGroup];
-  int places[kGroup];
+  double mass = 0.0, weights[2 * kGroup], scores[2 * kGroup];
+  int64_t ids[2 * kGroup];
+  int count = 0;
   scratch.chosen.clear();
-  for (int64_t start = 0; start < size; start += kGroup) {
-    if (scratch.maxima[start / kGroup] < border) continue;
-    const int64_t size_here = std::min<int64_t>(kGroup, size - start);
-    int count = 0;
-    for (int j = 0; j < size_here; j++) places[count] = j, count += x[start + j] >= border;
-    for (int i = 0; i < count; i++) scores[i] = scale.of(x[start + places[i]]);
+  const auto weigh = [&] {  // many at once, however few a group has
+    for (int i = 0; i < count; i++) scores[i] = scale.of(x[ids[i]]);
     for (int i = 0; i < count; i++) weights[i] = exp_double(scores[i]);
     for (int i = 0; i < count; i++)
-      if (weights[i] >= least) mass += weights[i], scratch.chosen.push_back({scores[i], start + places[i], weights[i]});
+      if (weights[i] >= least) mass += weights[i], scratch.chosen.push_back({scores[i], ids[i], weights[i]});
+    count = 0;
+  };
+  for (int64_t start = 0; start < size; start += kGroup) {
+    if (scratch.maxima[start / kGroup] < border) continue;
+    uint64_t bits = at_least(x + start, std::min<int64_t>(kGroup, size - start), border);
+    for (; bits != 0; bits &= bits - 1) ids[count++] = start + std::countr_zero(bits);
+    if (count >= kGroup) weigh();
   }
+  weigh();
   return mass;
+}
+
+// Narrows [begin, end) to the bucket of scores in which the weights, the best first, come to `wanted`. Better ones are
+// now before it, worse ones behind; returns what the better ones weigh.
+inline double find_bucket(double wanted, std::vector<Scored>::iterator& begin, std::vector<Scored>::iterator& end) {
+  constexpr int kBuckets = 128;
+  const auto bucket_of = [](const Scored& each) { return int(std::min(-8.0 * each.score, kBuckets - 1.0)); };
+  double masses[kBuckets] = {}, before = 0.0;
+  int last = 0, bucket = 0;
+  for (auto each = begin; each != end; each++) {
+    const int own = bucket_of(*each);
+    masses[own] += each->weight, last = std::max(last, own);
+  }
+  while (bucket < last && before + masses[bucket] < wanted) before += masses[bucket++];
+  begin = std::partition(begin, end, [&](const Scored& each) { return bucket_of(each) < bucket; });
+  end = std::partition(begin, end, [&](const Scored& each) { return bucket_of(each) == bucket; });
+  return before;
 }
 
 // `chosen` becomes the ids of the largest weights that make up top_p of all, at least; the last of them is the worst.
@@ -191,14 +213,14 @@ inline bool find_nucleus(const SamplingRow& row, const float* x, int64_t size, c
   const double total = all.sum, slack = row.top_p * all.error;
   const double wanted = row.top_p * total, rest = (1.0 - row.top_p) * total;
   const double least = 0.999 * rest / size;  // whatever weighs less does not make up the rest, all of it together
-  for (double border = std::max(rest / 32, least);; border = std::max(border / 16, least)) {
+  for (double border = std::max(rest / 512, least);; border = std::max(border / 16, least)) {
     const double mass = choose_heavy(x, size, scale, border, scratch);
     if ((mass > 0.0 && mass >= wanted + slack) || !(border > least)) break;
   }
-  // The border of the nucleus is looked for in halves: nothing else has to be in order.
+  // The border of the nucleus is looked for in buckets and then in halves: nothing else has to be in order.
   std::vector<Scored>& chosen = scratch.chosen;
   auto begin = chosen.begin(), end = chosen.end();
-  double before = 0.0;
+  double before = find_bucket(wanted, begin, end);
   while (end - begin > kGroup) {
     const auto middle = begin + (end - begin) / 2;
     std::nth_element(begin, middle, end);

@@ -1,7 +1,8 @@
 """Compiled sampling (`cpu_sampling.h`) for all rows of a batch in one call, on the threads of the other kernels."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import count
 from struct import Struct
 
 import torch
@@ -10,15 +11,13 @@ from torch import Tensor
 from pdserve.kernels.cpu import CpuKernels
 from pdserve.kernels.logit_edits import LogitEdits
 from pdserve.kernels.sampling import SEED_MASK, RowAnswer, RowRequest, RowSampler, sample_rows
-from pdserve.kernels.seen_tokens import SeenTokens
 
 _ROW = Struct("=qqdddqQQqqd")  # SamplingRow
 _TOKEN_FIELD = 9  # of it, in words of 8 bytes
 _LOGPROB = Struct("=d")  # its last field
 _EDITS = Struct("=QQqQQqQqQ4f")  # RowEdits
 _SAMPLE, _NOT_FINITE = -1, -2
-_NOTHING_SEEN = SeenTokens()
-_NO_IDS, _NO_BIASES = array("i"), array("f")
+_NOTHING, _EVERYTHING = (0, 0, 0), (0, -1)  # biases or seen tokens; allowed tokens
 
 
 class CompiledRowSampler:
@@ -33,8 +32,8 @@ class CompiledRowSampler:
         assert logits.dtype is torch.float32 and step == 1 and num_rows == len(requests)
         if stride < size:
             logits = logits.contiguous()  # rows are edited in place, each by its own thread
-        edits = [None if request.edits is None else _PackedEdits(request.edits, size) for request in requests]
-        rows = array("q", _packed(requests, edits, size))
+        edits = _PackedEdits(requests, size)
+        rows = array("q", _packed(requests, edits.addresses, size))
         max_top = min(max((each.num_top or 0 for each in requests), default=0), size)
         top_ids, top_logprobs = array("q", bytes(8 * max_top * num_rows)), array("d", bytes(8 * max_top * num_rows))
         self._kernels.sample(logits, _address(rows), _address(top_ids), _address(top_logprobs), max_top)
@@ -52,13 +51,13 @@ class CompiledRowSampler:
         return answers
 
 
-def _packed(requests: Sequence[RowRequest], edits: Sequence["_PackedEdits | None"], size: int) -> bytes:
+def _packed(requests: Sequence[RowRequest], edits: Sequence[int], size: int) -> bytes:
     rows, last, row = [], None, b""
-    for request, edit in zip(requests, edits, strict=True):
+    for request, edits_address in zip(requests, edits, strict=True):
         if request is not last:  # greedy requests are often the same
             row = _ROW.pack(
                 0,  # where the logits lie, which the kernel knows
-                0 if edit is None else edit.address,
+                edits_address,
                 request.temperature,
                 request.top_p,
                 request.min_p,
@@ -75,29 +74,38 @@ def _packed(requests: Sequence[RowRequest], edits: Sequence["_PackedEdits | None
 
 
 class _PackedEdits:
-    """Edits as the kernel reads them; keeps what they point to alive."""
+    """The edits of all rows as the kernel reads them; keeps what they point to alive."""
 
-    __slots__ = ("_kept", "address")
+    __slots__ = ("_kept", "_packed", "addresses")
 
-    def __init__(self, edits: LogitEdits, size: int) -> None:
-        bias_ids, biases = _NO_IDS, _NO_BIASES
+    def __init__(self, requests: Sequence[RowRequest], size: int) -> None:
+        self._kept: list[object] = []
+        all_edits = [request.edits for request in requests]
+        self._packed = array("q", b"".join([self._pack(edits, size) for edits in all_edits if edits is not None]))
+        places = count(_address(self._packed), _EDITS.size)
+        self.addresses = [0 if edits is None else next(places) for edits in all_edits]
+
+    def _pack(self, edits: LogitEdits, size: int) -> bytes:
+        biases, seen, allowed, banned = _NOTHING, _NOTHING, _EVERYTHING, 0
         if edits.biases:
-            bias_ids = array("i", [token_id for token_id, _ in edits.biases])
-            biases = array("f", [bias for _, bias in edits.biases])
-        seen = _NOTHING_SEEN if edits.seen is None else edits.seen
-        allowed_ids = None if edits.allowed_ids is None else array("i", edits.allowed_ids)
-        banned = edits.banned
-        if banned is not None:
-            assert banned.dtype is torch.bool and banned.shape == (size,) and banned.is_contiguous()
-        packed = _EDITS.pack(
-            *(_address(bias_ids), _address(biases), len(biases)),
-            *(_address(seen.token_ids), _address(seen.counts), len(seen.counts)),
-            *((0, -1) if allowed_ids is None else (_address(allowed_ids), len(allowed_ids))),
-            0 if banned is None else banned.data_ptr(),
-            *(edits.repetition, edits.presence, edits.frequency, 0.0),
-        )
-        self._kept = (array("q", packed), bias_ids, biases, seen, allowed_ids, banned)
-        self.address = _address(self._kept[0])
+            values = array("f", [bias for _, bias in edits.biases])
+            biases = (self._kept_ids([token_id for token_id, _ in edits.biases]), _address(values), len(values))
+            self._kept.append(values)
+        if edits.seen is not None:  # which the caller's request keeps
+            seen = (_address(edits.seen.token_ids), _address(edits.seen.counts), len(edits.seen.counts))
+        if edits.allowed_ids is not None:
+            allowed = (self._kept_ids(edits.allowed_ids), len(edits.allowed_ids))
+        if edits.banned is not None:
+            assert edits.banned.dtype is torch.bool and edits.banned.shape == (size,) and edits.banned.is_contiguous()
+            banned = edits.banned.data_ptr()
+        return _EDITS.pack(
+            *biases, *seen, *allowed, banned, edits.repetition, edits.presence, edits.frequency, 0.0
+        )  # fmt: skip
+
+    def _kept_ids(self, token_ids: Iterable[int]) -> int:
+        ids = array("i", token_ids)
+        self._kept.append(ids)
+        return _address(ids)
 
 
 def _address(numbers: "array[int] | array[float]") -> int:

@@ -84,6 +84,21 @@ inline Vec larger(Vec a, Vec b) {
 #endif
 }
 
+// Bit i: whether x[i] is at least `border`, of `count` <= 64.
+inline uint64_t at_least(const float* x, int64_t count, float border) {
+  uint64_t bits = 0;
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + kLanes <= count; i += kLanes)
+    bits |= uint64_t(_mm512_cmp_ps_mask((__m512)load(x + i), _mm512_set1_ps(border), _CMP_GE_OQ)) << i;
+#elif defined(__AVX2__)
+  for (; i + kLanes <= count; i += kLanes)
+    bits |= uint64_t(_mm256_movemask_ps(_mm256_cmp_ps((__m256)load(x + i), _mm256_set1_ps(border), _CMP_GE_OQ))) << i;
+#endif
+  for (; i < count; i++) bits |= uint64_t(x[i] >= border) << i;
+  return bits;
+}
+
 // Lanes combined pairwise in a fixed tree: i with i + kLanes / 2, then the same of the first half.
 template <typename Combine>
 inline float fold_lanes(Vec v, const Combine& combine) {

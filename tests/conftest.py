@@ -160,6 +160,7 @@ class RedisServer:
         """Stop it as a machine that swaps does: it accepts, but does not answer."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         assert self._process is not None

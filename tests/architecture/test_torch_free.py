@@ -30,7 +30,7 @@ print(*sorted({name.split(".")[0] for name in sys.modules} & {"torch", "transfor
 )
 def test_module_loads_without_torch(module: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-P", "-c", _PROBE, module], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-P", "-c", _PROBE, module], capture_output=True, text=True, timeout=170, check=False
     )
 
     assert result.returncode == 0, result.stderr

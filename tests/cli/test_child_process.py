@@ -30,7 +30,7 @@ class Echo:
             self._changed.notify_all()
 
     async def wait_for(self, line: str) -> None:
-        async with asyncio.timeout(10), self._changed:
+        async with asyncio.timeout(50), self._changed:
             await self._changed.wait_for(lambda: line in [text for _, text in self.lines])
 
 
@@ -91,7 +91,7 @@ async def test_child_ends_when_asked(echo: Echo) -> None:
         life = tasks.create_task(worker.run(), name="worker")
         await echo.wait_for("up")
 
-        assert await worker.stop(timeout_s=5.0)
+        assert await worker.stop(timeout_s=50.0)
 
     assert life.result() == -signal.SIGTERM
 
@@ -113,7 +113,7 @@ async def test_stop_before_the_start_has_finished_is_not_lost(echo: Echo) -> Non
         life = tasks.create_task(worker.run(), name="worker")
         await asyncio.sleep(0)  # one turn of the loop: the start is under way, there is no process yet
 
-        assert await worker.stop(timeout_s=5.0)
+        assert await worker.stop(timeout_s=50.0)
 
     assert life.result() == -signal.SIGTERM
 
@@ -158,7 +158,7 @@ def _wait_gone(pid: int) -> None:
     except ProcessLookupError:
         return
     try:
-        assert select.select([process], [], [], 5.0)[0], f"process {pid} is still there"
+        assert select.select([process], [], [], 50.0)[0], f"process {pid} is still there"
     finally:
         os.close(process)
 

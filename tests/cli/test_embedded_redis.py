@@ -34,14 +34,14 @@ async def running(redis: EmbeddedRedis) -> AsyncIterator[ChildProcess]:
     server = ChildProcess(ChildSpec("redis", redis.command, dict(os.environ), is_quiet=True), lambda *_: None)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(server.run(), name="redis")
-        for _ in range(1_000):
+        for _ in range(5_000):
             if await redis.is_answering():
                 break
             await asyncio.sleep(0.01)  # the server announces itself by answering only
         try:
             yield server
         finally:
-            await server.stop(5.0)
+            await server.stop(50.0)
 
 
 async def test_redis_py_reaches_it_by_its_url() -> None:
@@ -121,7 +121,7 @@ from pdserve.cli.serve import doctor_command
 with embedded_redis():
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    owner = subprocess.run([sys.executable, "-P", "-c", script], timeout=30, check=False)
+    owner = subprocess.run([sys.executable, "-P", "-c", script], timeout=50, check=False)
     assert owner.returncode == -signal.SIGKILL
     assert len(list(temp_dir.iterdir())) == 1
 

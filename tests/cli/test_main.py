@@ -62,7 +62,7 @@ main(["--version"])
 @pytest.mark.usefixtures("sigint_is_heard")
 def test_ctrl_c_before_anything_is_loaded_ends_without_a_traceback() -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", _CTRL_C_WHILE_LOADING], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-P", "-c", _CTRL_C_WHILE_LOADING], capture_output=True, text=True, timeout=100, check=False
     )
 
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
@@ -146,14 +146,14 @@ def test_closed_standard_streams_are_as_good_as_empty_ones() -> None:
     """Each is closed by the shell, as cron jobs and service managers do; then nothing else may get its number."""
     command = 'exec "$@" generate <&-'
     done = subprocess.run(
-        ["bash", "-c", command, "-", *COMMAND], capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", command, "-", *COMMAND], capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("pdserve: error: no prompt: give one as")
 
     command = 'exec "$@" generate <&- >&- 2>&-'
     done = subprocess.run(
-        ["bash", "-c", command, "-", *COMMAND], capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", command, "-", *COMMAND], capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
@@ -172,14 +172,14 @@ except SystemExit as ended:
 def test_a_number_of_a_closed_standard_stream_is_given_to_nothing_else() -> None:
     command = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable, "-P", "-c", _CLOSED]
 
-    assert subprocess.run(command, timeout=60, check=False).returncode == 103
+    assert subprocess.run(command, timeout=100, check=False).returncode == 103
 
 
 def test_what_the_terminal_cannot_show_is_written_otherwise() -> None:
     code = "from pdserve.cli.main import main\ntry: main(['--version'])\nexcept SystemExit: print('caf\u00e9 \u4e16')"
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(
-        command, env=os.environ | {"PYTHONIOENCODING": "latin-1"}, capture_output=True, timeout=60, check=True
+        command, env=os.environ | {"PYTHONIOENCODING": "latin-1"}, capture_output=True, timeout=100, check=True
     )
 
     assert done.stdout.splitlines()[-1] == b"caf\xe9 \\u4e16"

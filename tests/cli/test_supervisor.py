@@ -67,7 +67,7 @@ async def test_end_that_was_asked_for_is_no_failure(printer: ProgressPrinter, st
         await asyncio.sleep(0)  # one turn of the loop: the child is being started
 
         stop.set()
-        await supervisor.stop_in_order([((sleeper,), 5.0)])
+        await supervisor.stop_in_order([((sleeper,), 50.0)])
 
     assert supervisor.failure is None
 
@@ -96,10 +96,10 @@ async def test_stages_end_one_after_another_and_the_deaf_are_killed(
     async with asyncio.TaskGroup() as tasks:
         for worker in (deaf, polite):
             tasks.create_task(keep(worker), name="keep")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(50):
             await both_are_up.wait()
         stop.set()
-        await supervisor.stop_in_order([((deaf,), 0.5), ((polite,), 5.0)])
+        await supervisor.stop_in_order([((deaf,), 0.5), ((polite,), 50.0)])
 
     assert ended == [deaf, polite]
 

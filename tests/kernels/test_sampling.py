@@ -85,6 +85,20 @@ def test_thousands_of_draws_are_those_of_the_reference(compiled: RowSampler) -> 
         assert len({answer.token_id for answer in ours}) > 30
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.01, 0.5, 4.0, 30.0])
+def test_a_nucleus_is_that_of_the_reference_however_wide_it_is(compiled: RowSampler, scale: float) -> None:
+    """Of few ids, of nearly all, and with many of equal logits at its border."""
+    logits = torch.cat([_logits(1, 20_000, scale), (_logits(1, 20_000, scale) * 2).round() / 2])
+    requests = [
+        RowRequest(temperature=temperature, top_p=top_p, min_p=min_p, seed=7, position=place)
+        for temperature, top_p, min_p in [(0.3, 0.5, 0.0), (1.0, 0.9, 0.0), (2.0, 0.999, 0.0), (1.0, 0.02, 1e-3)]
+        for place in range(6)
+    ]
+    rows = logits.repeat_interleave(len(requests), dim=0)
+
+    assert compiled(rows, 2 * requests) == sample_rows(rows, 2 * requests)
+
+
 def test_noise_is_that_of_numpy(compiled: RowSampler) -> None:
     """Of equal logits the least noise wins."""
     for seed, position in ((0, 0), (-1, 5), (2**63 - 1, 2**31), (-(2**63), 1)):
@@ -249,6 +263,27 @@ def test_an_edited_logit_is_that_of_the_reference_to_the_last_bit(compiled: RowS
         [answer] = compiled(logits, [RowRequest(edits=edits)])
 
         assert answer.token_id == min(edited_id, other_id)
+
+
+def test_the_likeliest_of_an_edited_row_is_found_whatever_the_edits_raise_or_lower(compiled: RowSampler) -> None:
+    """A few edits of a long row, most of them of what is largest near by."""
+    draw = np.random.default_rng(5)
+    logits = _logits(200, 5000)
+    requests = []
+    for row in logits:
+        largest = [64 * group + int(row[64 * group : 64 * group + 64].argmax()) for group in draw.integers(79, size=20)]
+        ids = dict.fromkeys([int(row.argmax()), *row.topk(5).indices.tolist(), *largest, *draw.integers(5000, size=9)])
+        biased = [int(token_id) for token_id in ids if draw.random() < 0.5]
+        edits = LogitEdits(
+            biases=tuple((token_id, float(draw.choice([-np.inf, -3.0, 0.0, 3.0, 9.0]))) for token_id in biased),
+            seen=SeenTokens([int(token_id) for token_id in ids if draw.random() < 0.5]),
+            repetition=float(draw.choice([0.6, 1.1, 10.0])),
+        )
+        requests.append(RowRequest(edits=edits))
+    nuclei = [replace(each, temperature=1.0, top_p=0.9) for each in requests]
+
+    assert compiled(logits, requests) == sample_rows(logits, requests)
+    assert compiled(logits, nuclei) == sample_rows(logits, nuclei)
 
 
 def test_rows_that_share_their_memory_are_edited_apart(compiled: RowSampler) -> None:

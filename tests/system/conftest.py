@@ -19,7 +19,7 @@ import pytest
 from pdserve.cli.embedded_redis import EmbeddedRedis, embedded_redis
 
 _START_TIMEOUT_S = 200.0
-_STOP_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 
 
@@ -171,7 +171,7 @@ class Cluster:
 def get_json(url: str) -> tuple[int, Any]:
     """GET a JSON resource; return status and body."""
     try:
-        with urllib.request.urlopen(url, timeout=10) as reply:
+        with urllib.request.urlopen(url, timeout=60) as reply:
             return reply.status, json.loads(reply.read())
     except urllib.error.HTTPError as error:
         with error:

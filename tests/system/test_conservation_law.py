@@ -24,19 +24,28 @@ async def test_two_hundred_requests_half_of_them_cancelled(start_cluster: Any, d
     async with aiohttp.ClientSession(cluster.url) as session:
         outcomes = await asyncio.gather(*(_send(session, limit, body, cut_s) for body, cut_s in plans))
 
-    await asyncio.to_thread(cluster.wait_idle, 20)
+    # A node's word of what it holds may be older than the last request.
+    await asyncio.to_thread(cluster.wait_until, lambda: not _num_open(cluster), "all have ended", 60)
+    await asyncio.to_thread(cluster.wait_idle)
     status = cluster.status()
 
     for (_, cut_s), outcome in zip(plans, outcomes, strict=True):
         assert outcome == "answered" or (cut_s is not None and outcome == "cut"), outcome
-    assert sum(status["requests"][name] for name in ("finished", "failed", "cancelled")) == _NUM_REQUESTS
-    assert status["requests"]["failed"] == 0
-    for name in ("queued", "prefilling", "transferring", "decoding"):
-        assert status["requests"][name] == 0
+    # What is cut before the gateway has read it is no request.
+    requests = status["requests"]
+    assert outcomes.count("answered") <= requests["finished"] <= _NUM_REQUESTS - requests["cancelled"]
+    assert requests["failed"] == 0 and requests["cancelled"] > 0
+    assert _num_open(cluster) == 0
     for node in status["nodes"]:
         blocks = node["blocks"]
         assert blocks["free"] + blocks["cached"] == blocks["total"] == 120
     _assert_every_key_expires(cluster)
+
+
+def _num_open(cluster: Any) -> int:
+    status = cluster.status()
+    active = ("queued", "prefilling", "transferring", "decoding")
+    return int(status["open_requests"]) + sum(status["requests"][name] for name in active)
 
 
 def _plan(chance: random.Random, is_cancelled: bool) -> tuple[dict[str, Any], float | None]:
@@ -78,6 +87,6 @@ def _assert_every_key_expires(cluster: Any) -> None:
     try:
         keys = list(client.scan_iter("*"))
         assert keys
-        assert [key for key in keys if client.pttl(key) < 0] == []
+        assert [key for key in keys if client.pttl(key) == -1] == []  # -2 is of a key that has just ended
     finally:
         client.close()

@@ -15,12 +15,12 @@ from pdserve.control.messages import NodeInfo
 from pdserve.control.node_registry import NodeRegistry
 from pdserve.control.redis_connection import connect
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def doctor(cluster: Any, *options: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("pdserve")), "doctor", "--redis-url", cluster.redis.url, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
 def registered(cluster: Any, node_id: str) -> NodeInfo:

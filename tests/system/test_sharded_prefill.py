@@ -95,7 +95,7 @@ class Node:
 
 @asynccontextmanager
 async def _node(cluster: Any) -> AsyncIterator[Node]:
-    redis = connect(cluster.redis.url)
+    redis = connect(cluster.redis.url, timeout_s=30.0)
     try:
         (registered,) = await NodeRegistry(redis, Keyspace("default")).list()
     finally:

@@ -69,5 +69,5 @@ def _ask(url: str, **options: Any) -> list[int]:
 
 
 def _metrics(url: str) -> str:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
         return str(reply.read().decode())

@@ -283,10 +283,10 @@ async def _serve(relay: Relay, cluster: Any, stop: threading.Event) -> None:
 
 
 async def _decode_node(cluster: Any) -> NodeInfo:
-    redis = connect(cluster.redis.url)
+    redis = connect(cluster.redis.url, timeout_s=30.0)
     try:
         registry = NodeRegistry(redis, Keyspace("default"))
-        for _ in range(1_800):
+        for _ in range(3_600):
             for node in await registry.list():
                 if node.info.node_id == "decode-0":
                     return node.info
@@ -326,7 +326,7 @@ def _failures(cluster: Any) -> Counter[str]:
 
 
 def _metric(cluster: Any, name: str, **labels: str) -> float:
-    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=60) as reply:
         families = text_string_to_metric_families(reply.read().decode())
     samples = (sample for family in families for sample in family.samples if sample.name == name)
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())

@@ -92,6 +92,7 @@ class ScriptedNode:
         self.heard: list[ToNode] = []
         self.heard_more = asyncio.Event()
         self.answers_pings = True
+        self.num_pings = 0
         # What it says it holds, to who gave it: all it was ever given, unless a test takes it away.
         self.held: list[str] = []
         self._givers: dict[str, Peer] = {}
@@ -126,7 +127,9 @@ class ScriptedNode:
                         elif isinstance(message, CancelTask) and message.attempt_id in self.held:
                             self.held.remove(message.attempt_id)
                         self.heard_more.set()
-                    elif self.answers_pings:
+                        continue
+                    self.num_pings += 1
+                    if self.answers_pings:
                         await self._server.send(
                             peer, Pong(message.sequence, self.info, self.load, self._held_for(peer))
                         )
@@ -183,7 +186,8 @@ class Cluster:
         self.context = context
         self._running: dict[str, asyncio.Task[None]] = {}
         self.dispatch_config = DispatchConfig(migration_wait_s=30.0, gap_timeout_s=30.0)
-        self.pool_config = PoolConfig(poll_s=0.05, ping_s=0.05, silence_s=0.5, reconnect_s=0.1, forget_s=0.5)
+        # A busy machine is no silent node: tests of silence and of what is forgotten set times of their own.
+        self.pool_config = PoolConfig(poll_s=0.05, ping_s=0.05, silence_s=20.0, reconnect_s=0.1, forget_s=20.0)
 
     async def __aenter__(self) -> "Cluster":
         self.redis = connect(self._redis_url, timeout_s=30.0)
@@ -255,7 +259,7 @@ class Cluster:
                 await self.pool.wait_for_change(0.05)
 
     async def until_status(self, request_id: str, status: RequestStatus) -> RequestRecord:
-        await self.recorder.flush(5)
+        await self.recorder.flush(30)
         record = await self.store.get(request_id)
         assert record is not None
         assert record.status is status, record

@@ -1,11 +1,11 @@
 import dataclasses
 
-from pdserve.control.messages import DecodeTask, NodeRole
+from pdserve.control.messages import DecodeTask, NodeRole, PrefillTask
 from pdserve.control.request_state import RequestStatus
 from pdserve.gateway.canary import Canary
 from pdserve.gateway.dispatch_config import CanaryConfig
 
-CONFIG = CanaryConfig(interval_s=30, timeout_s=10, retry_s=0.05)
+CONFIG = CanaryConfig(interval_s=600, timeout_s=30, retry_s=0.05)
 
 
 def _start(cluster) -> Canary:
@@ -105,9 +105,11 @@ async def test_each_pair_is_tried_by_itself(cluster) -> None:
         _start(cluster)
         await cluster.until(lambda: sum(len(node.tasks()) for node in prefills) == 4)
 
-        pairs = {(node.key.node_id, message.decode_node_id) for node in prefills for message in node.heard}
+        asked = [(node.key.node_id, message) for node in prefills for message in node.heard]
+        pairs = {(name, message.decode_node_id) for name, message in asked if isinstance(message, PrefillTask)}
         assert pairs == {(p.key.node_id, d.key.node_id) for p in prefills for d in decodes}
-        assert all(message.transfer_id is not None for node in decodes for message in node.heard)
+        to_decode = [message for node in decodes for message in node.heard if isinstance(message, DecodeTask)]
+        assert all(message.transfer_id is not None for message in to_decode)
 
 
 async def test_a_broken_transfer_is_not_hidden_by_a_decode_node_that_prefills_by_itself(cluster) -> None:

@@ -11,6 +11,7 @@ import pytest
 from pdserve.control.messages import CancelTask, DecodeTask, NodeRole, Stage
 from pdserve.engine.sampling_defaults import SamplingDefaults
 from pdserve.engine.tokenizer import Tokenizer
+from pdserve.gateway import request_cancellation, request_recorder
 from pdserve.gateway.app import create_app
 from pdserve.gateway.config import GatewayConfig, HttpConfig
 from pdserve.gateway.dispatch_parts import open_dispatch
@@ -48,7 +49,9 @@ class TwoGateways:
 
 
 @pytest.fixture
-async def gateways(cluster, shared_redis, demo_model_dir) -> AsyncIterator[TwoGateways]:
+async def gateways(cluster, shared_redis, demo_model_dir, monkeypatch) -> AsyncIterator[TwoGateways]:
+    monkeypatch.setattr(request_recorder, "_READ_AFTER_WRITE_S", 30.0)  # a busy machine's Redis may be slow
+    monkeypatch.setattr(request_cancellation, "_WAIT_S", 30.0)
     tokenizer = Tokenizer.load(demo_model_dir)
     http = HttpConfig(model_names=(MODEL,), port=0)
     async with AsyncExitStack() as stack:

@@ -43,6 +43,7 @@ async def test_a_restarted_node_is_another_incarnation(cluster) -> None:
 
 
 async def test_a_node_that_hangs_and_wakes_is_used_again(cluster) -> None:
+    cluster.pool_config = dataclasses.replace(cluster.pool_config, silence_s=0.5)
     async with cluster:
         decode = await cluster.add(NodeRole.DECODE, "d1")
 
@@ -54,6 +55,7 @@ async def test_a_node_that_hangs_and_wakes_is_used_again(cluster) -> None:
 
 
 async def test_who_sends_to_a_silent_node_hears_why_it_is_lost(cluster) -> None:
+    cluster.pool_config = dataclasses.replace(cluster.pool_config, silence_s=0.5)
     async with cluster:
         decode = await cluster.add(NodeRole.DECODE, "d1")
         client = ControlClient.connect(cluster.context, decode.info.control_endpoint)

@@ -4,6 +4,7 @@ from pdserve.control.keyspace import Keyspace
 from pdserve.control.redis_connection import connect
 from pdserve.control.request_state import RequestFacts, RequestProgress, RequestStatus
 from pdserve.control.request_store import RequestStore
+from pdserve.gateway import request_recorder
 from pdserve.gateway.request_recorder import RequestRecorder
 
 S = RequestStatus
@@ -17,7 +18,7 @@ def _advance(recorder: RequestRecorder, progress: RequestProgress, *targets: Req
 
 
 async def test_changes_made_while_redis_is_away_are_written_when_it_is_back(own_redis) -> None:
-    redis = connect(own_redis.url)
+    redis = connect(own_redis.url, timeout_s=30.0)
     store = RequestStore(redis, Keyspace("test"))
     recorder = RequestRecorder(store)
     await store.create("kept", "g", 1)
@@ -31,7 +32,7 @@ async def test_changes_made_while_redis_is_away_are_written_when_it_is_back(own_
         assert recorder.counts.pending == 4
 
         own_redis.resume()
-        await recorder.flush(10)
+        await recorder.flush(30)
         running.cancel()
 
     record = await store.get("kept")
@@ -56,14 +57,15 @@ async def test_a_record_that_is_gone_is_dropped_and_the_next_is_written(redis) -
     _advance(recorder, RequestProgress("second"), S.CANCELLED)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(recorder.run(), name="recorder")
-        await recorder.flush(5)
+        await recorder.flush(30)
         running.cancel()
 
     counts = recorder.counts
     assert (counts.submitted, counts.written, counts.dropped, counts.pending) == (3, 1, 2, 0)
 
 
-async def test_who_was_told_of_a_change_finds_it_in_the_record(own_redis) -> None:
+async def test_who_was_told_of_a_change_finds_it_in_the_record(own_redis, monkeypatch) -> None:
+    monkeypatch.setattr(request_recorder, "_READ_AFTER_WRITE_S", 30.0)  # a busy machine's Redis may be slow
     redis = connect(own_redis.url, timeout_s=30.0)
     store = RequestStore(redis, Keyspace("test"))
     recorder = RequestRecorder(store)
@@ -91,7 +93,7 @@ async def test_what_waits_is_bounded_in_number_and_time() -> None:
 
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(recorder.run(), name="recorder")
-        await recorder.flush(5)
+        await recorder.flush(30)
         running.cancel()
 
     assert (recorder.counts.dropped, recorder.counts.pending) == (5, 0)
@@ -99,7 +101,7 @@ async def test_what_waits_is_bounded_in_number_and_time() -> None:
 
 
 async def test_a_stopped_recorder_has_lost_nothing_it_was_told(own_redis) -> None:
-    redis = connect(own_redis.url)
+    redis = connect(own_redis.url, timeout_s=30.0)
     recorder = RequestRecorder(RequestStore(redis, Keyspace("test")))
     own_redis.pause()
     async with asyncio.TaskGroup() as tasks:

@@ -67,7 +67,7 @@ async def test_a_client_that_waits_to_be_told_to_go_on_is_told(gateway) -> None:
 
 @pytest.mark.parametrize("sent", [b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"])
 async def test_a_head_that_does_not_come_to_its_end_is_a_408(start_gateway, sent) -> None:
-    gateway = await start_gateway(read_timeout_s=0.3)
+    gateway = await start_gateway(read_timeout_s=1.0)
 
     answered, headers, body = await _exchange(gateway.url, sent)
 
@@ -76,7 +76,7 @@ async def test_a_head_that_does_not_come_to_its_end_is_a_408(start_gateway, sent
 
 
 async def test_a_head_that_comes_byte_by_byte_is_not_waited_for_longer(start_gateway) -> None:
-    gateway = await start_gateway(read_timeout_s=0.3)
+    gateway = await start_gateway(read_timeout_s=1.0)
     host, port = gateway.url.removeprefix("http://").split(":")
     async with asyncio.timeout(30):
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -93,7 +93,7 @@ async def test_a_head_that_comes_byte_by_byte_is_not_waited_for_longer(start_gat
 
 
 async def test_a_connection_that_says_nothing_is_closed_in_silence(start_gateway) -> None:
-    gateway = await start_gateway(read_timeout_s=0.3)
+    gateway = await start_gateway(read_timeout_s=1.0)
     host, port = gateway.url.removeprefix("http://").split(":")
     async with asyncio.timeout(30):
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -103,7 +103,7 @@ async def test_a_connection_that_says_nothing_is_closed_in_silence(start_gateway
 
 
 async def test_a_connection_may_rest_between_requests_but_not_within_the_next_head(start_gateway) -> None:
-    gateway = await start_gateway(read_timeout_s=0.5)
+    gateway = await start_gateway(read_timeout_s=2.0)
     ask = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
     host, port = gateway.url.removeprefix("http://").split(":")
     async with asyncio.timeout(30):
@@ -125,7 +125,7 @@ async def test_a_connection_may_rest_between_requests_but_not_within_the_next_he
 
 @pytest.mark.parametrize("head", [b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"])
 async def test_a_body_that_does_not_come_to_its_end_is_a_408(start_gateway, head) -> None:
-    gateway = await start_gateway(read_timeout_s=0.3)
+    gateway = await start_gateway(read_timeout_s=1.0)
     host, port = gateway.url.removeprefix("http://").split(":")
     async with asyncio.timeout(30):
         reader, writer = await asyncio.open_connection(host, int(port))

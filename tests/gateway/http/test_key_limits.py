@@ -60,7 +60,7 @@ async def test_requests_at_one_time_are_limited_and_a_cancelled_one_makes_room(s
     gateway.say("one two three", hold_after=1)
     gateway.script.proceed.clear()
     held = asyncio.create_task(gateway.post("/v1/completions", BODY, headers=ANN))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(50):
         await gateway.source.has_started.wait()
 
     assert (await gateway.post("/v1/completions", BODY, headers=ANN))[0] == 429

@@ -81,7 +81,7 @@ async def test_cancelling_ends_a_whole_answer_too(gateway):
     gateway.say("one two three four", hold_after=1)
     gateway.script.proceed.clear()
     waiting = asyncio.create_task(gateway.post("/v1/chat/completions", CHAT))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(50):
         await gateway.source.has_started.wait()
     response_id = gateway.source.started[0].request.request_id.removesuffix("-0")
 

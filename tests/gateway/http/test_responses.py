@@ -30,7 +30,7 @@ async def client(gateway):
 
 async def settled(client, response_id: str):
     """Return the response once nobody works on it any more."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(50):
         while True:
             response = await client.responses.retrieve(response_id)
             if response.status not in ("queued", "in_progress"):
@@ -241,7 +241,7 @@ async def test_a_background_response_is_fetched_when_it_is_done(gateway, client)
 
     queued = await client.responses.create(model=MODEL, input="Hi", background=True)
     assert queued.status == "queued" and queued.output == []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(50):
         await gateway.source.has_started.wait()
     assert (await client.responses.retrieve(queued.id)).status in ("queued", "in_progress")
     gateway.script.proceed.set()
@@ -252,7 +252,7 @@ async def test_a_background_response_is_fetched_when_it_is_done(gateway, client)
 
 async def released(responses, response_id: str) -> None:
     """Return once no gateway works on it any more."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(50):
         while await responses.has_owner(response_id):
             continue
 
@@ -263,7 +263,7 @@ async def running(gateway, client) -> str:
     gateway.say("one two three", hold_after=1)
     gateway.script.proceed.clear()
     queued = await client.responses.create(model=MODEL, input="Hi", background=True)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(50):
         await gateway.source.has_started.wait()
     return queued.id
 

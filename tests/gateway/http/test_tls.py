@@ -1,6 +1,7 @@
 """HTTPS with a certificate that is renewed while the gateway runs."""
 
 import asyncio
+import os
 import ssl
 from pathlib import Path
 
@@ -94,7 +95,7 @@ async def test_a_request_that_comes_together_with_the_end_of_the_handshake_is_wa
     start_gateway, tmp_path
 ):
     files, client, _ = issue(tmp_path, "127.0.0.1")
-    gateway = await start_gateway(tls=files, read_timeout_s=0.5)
+    gateway = await start_gateway(tls=files, read_timeout_s=2.0)
     host, port = gateway.url.removeprefix("https://").split(":")
     async with asyncio.timeout(30):
         first = await Handshake.with_first_words(host, int(port), client, b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -108,6 +109,33 @@ async def test_a_request_that_comes_together_with_the_end_of_the_handshake_is_wa
             writer.close()
 
     assert answered.startswith(b"HTTP/1.1 200") and again.startswith(b"HTTP/1.1 200")
+
+
+def test_a_renewal_while_the_files_are_first_read_is_seen_at_the_next_look(tmp_path, monkeypatch):
+    files, _, _ = issue(tmp_path, "127.0.0.1")
+    load = ssl.SSLContext.load_cert_chain
+
+    def load_and_renew(context, *given, **named):
+        load(context, *given, **named)
+        monkeypatch.undo()
+        issue(tmp_path, "127.0.0.1")
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", load_and_renew)
+    certificate = TlsCertificate(files)
+
+    assert certificate.reload_if_changed() is True
+
+
+def test_a_renewal_that_the_times_of_the_files_do_not_show_is_seen(tmp_path):
+    files, _, _ = issue(tmp_path, "127.0.0.1")
+    before = [path.stat().st_mtime_ns for path in (files.certificate, files.key)]
+    certificate = TlsCertificate(files)
+
+    issue(tmp_path, "127.0.0.1")
+    for path, at in zip((files.certificate, files.key), before, strict=True):
+        os.utime(path, ns=(at, at))
+
+    assert certificate.reload_if_changed() is True
 
 
 def test_a_broken_renewal_leaves_the_old_one_in_use(tmp_path):

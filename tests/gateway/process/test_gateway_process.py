@@ -51,7 +51,7 @@ class GatewayProcess:
         try:
             headers = {"Content-Type": "application/json"}
             request = urllib.request.Request(self.url + path, data=data, headers=headers)
-            with urllib.request.urlopen(request, timeout=10) as response:
+            with urllib.request.urlopen(request, timeout=50) as response:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             with error:
@@ -63,7 +63,7 @@ def gateway(demo_model_dir: Path) -> Iterator[GatewayProcess]:
     running = GatewayProcess(demo_model_dir)
     yield running
     running.process.kill()
-    running.process.communicate(timeout=10)
+    running.process.communicate(timeout=50)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -85,7 +85,7 @@ def test_it_lives_without_redis_says_why_it_is_not_ready_and_stops_when_told(gat
 
     gateway.process.send_signal(number)
 
-    assert gateway.process.wait(timeout=10) == 0
+    assert gateway.process.wait(timeout=50) == 0
 
 
 def test_an_address_that_is_taken_is_named(demo_model_dir):
@@ -95,7 +95,7 @@ def test_an_address_that_is_taken_is_named(demo_model_dir):
         port = taken.getsockname()[1]
         command = [sys.executable, "-c", PROGRAM, str(demo_model_dir), str(port)]
 
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
     assert done.returncode == 3, done.stderr
     assert f"cannot listen on 127.0.0.1:{port}" in done.stdout

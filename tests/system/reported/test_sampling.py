@@ -13,7 +13,7 @@ COMPLETION = {"model": "test", "prompt": "One, two, three,", "temperature": 0}
 
 def test_without_a_seed_requests_differ_and_with_one_choices_repeat(api: Any) -> None:
     """C055, C056: one after the other, at once, and by index."""
-    body = {**COMPLETION, "prompt": "The weather", "temperature": 1, "max_tokens": 12}
+    body = {**COMPLETION, "prompt": "The weather", "temperature": 1, "max_tokens": 40, "ignore_eos": True}
     with ThreadPoolExecutor(4) as pool:
         at_once = list(pool.map(lambda _: api.ask(COMPLETIONS, body)["choices"][0]["text"], range(4)))
     alone = [api.ask(COMPLETIONS, body)["choices"][0]["text"] for _ in range(2)]
