@@ -202,6 +202,7 @@ def engine_config(settings: Settings, progress: Progress) -> EngineConfig:
         scheduling_policy=settings.scheduling_policy,
         short_prompt_share=settings.short_prompt_share,
         tpot_target_ms=settings.tpot_target_ms,
+        ttft_target_ms=settings.ttft_target_ms,
         growth_reserve=settings.growth_reserve,
         max_waiting_s=settings.max_waiting_s,
         speculative_config=_speculative_config(settings, progress),

@@ -35,6 +35,14 @@ class SchedulingSettings:
         "--max-num-batched-tokens), and prompts of other nodes on the same cores (--core-share-file) what streams "
         "leave of it",
     )
+    ttft_target_ms: float | None = setting(
+        None,
+        value_types.number(0.1, 600_000),
+        Group.ENGINE,
+        ENGINES,
+        "a prompt that cannot have its first token in this time any more waits behind those that can (late ones still "
+        "get a ninth of the prompt tokens), so that an overload does not make everybody late",
+    )
     growth_reserve: float = setting(
         0.5,
         value_types.number(0, 1),

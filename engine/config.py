@@ -51,6 +51,7 @@ class EngineConfig:
     scheduling_policy: str = SchedulingPolicy.FCFS.value
     short_prompt_share: float = 0.5
     tpot_target_ms: float | None = None
+    ttft_target_ms: float | None = None
     growth_reserve: float = 0.5
     max_waiting_s: float | None = None
     batch_invariant: bool = False  # on a GPU: fixed splits and tiles, the same bits in any batch
@@ -115,6 +116,7 @@ class EngineConfig:
             policy=SchedulingPolicy(self.scheduling_policy),
             short_prompt_share=self.short_prompt_share,
             tpot_target_s=self.tpot_target_s,
+            ttft_target_s=None if self.ttft_target_ms is None else self.ttft_target_ms / 1000,
             growth_reserve=self.growth_reserve,
             max_waiting_s=self.max_waiting_s,
         )
@@ -140,7 +142,7 @@ class EngineConfig:
         for name in ("short_prompt_share", "growth_reserve"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InvalidRequest(name, f"must be between 0 and 1, got {getattr(self, name)}")
-        for name in ("tpot_target_ms", "max_waiting_s"):
+        for name in ("tpot_target_ms", "ttft_target_ms", "max_waiting_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidRequest(name, f"must be more than 0, got {value}")

@@ -20,6 +20,12 @@ def follow(leader: Sequence, followers: Iterable[Sequence]) -> None:
         leader.followers.append(follower)
 
 
+def set_late(sequence: Sequence, *, is_late: bool) -> None:
+    """Rank a sequence that is in no queue, and who follows it, as late or by arrival alone."""
+    for branch in (sequence, *sequence.followers):
+        branch.rank = branch.rank._replace(is_late=is_late)
+
+
 def leave(follower: Sequence) -> None:
     """Let a follower wait no longer: it has ended before its prompt was computed."""
     if follower.leader is not None:
@@ -81,7 +87,7 @@ def regrow(beams: SequenceOf[Sequence], chosen: SequenceOf[tuple[str, int]], blo
 
 
 def _copy(beam: Sequence, seq_id: str, blocks: SequenceBlocks) -> Sequence:
-    twin = Sequence(replace(beam.spec, seq_id=seq_id))
+    twin = Sequence(replace(beam.spec, seq_id=seq_id), beam.rank)
     twin.token_ids = list(beam.token_ids)
     if beam.block_table:  # else it was preempted, and its twin too has to be computed again
         twin.block_table = beam.block_table[: blocks.num_for(beam.num_computed_tokens)]

@@ -18,7 +18,7 @@ class Overtaking:
         if first is None or sequence.rank <= first.rank:
             return True
         limit = max(first.num_uncomputed_tokens, self._max_num_batched_tokens)
-        return sequence.rank[0] == first.rank[0] and first.num_overtaken_tokens < limit
+        return sequence.rank.priority == first.rank.priority and first.num_overtaken_tokens < limit
 
     def charge(self, num_tokens: int, sequence: Sequence, first: Sequence | None) -> None:
         """Note that `sequence` got blocks for `num_tokens` while `first` waits."""

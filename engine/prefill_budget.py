@@ -2,6 +2,7 @@
 
 _AIM = 0.9  # of the target: the rest is for noise and for what lies between two steps
 _MAX_GROWTH = 1.5  # from one step to the next
+_MIN_TOKENS = 16  # however long streams alone take
 _SMOOTHING = 0.2  # weight of the newest step in the time that streams alone take
 
 
@@ -15,7 +16,7 @@ class PrefillBudget:
     still get `min_tokens` a step.
     """
 
-    def __init__(self, target_s: float | None, max_tokens: int, min_tokens: int) -> None:
+    def __init__(self, target_s: float | None, max_tokens: int, min_tokens: int = _MIN_TOKENS) -> None:
         self._aim_s = None if target_s is None else _AIM * target_s
         self._max_tokens = max_tokens
         self._min_tokens = min(min_tokens, max_tokens)

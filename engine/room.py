@@ -1,5 +1,7 @@
 """Who may have blocks now, of those that hold none. Pure."""
 
+from itertools import islice
+
 from pdserve.engine.block_pool import BlockId
 from pdserve.engine.growth_reserve import GrowthReserve
 from pdserve.engine.overtaking import Overtaking
@@ -48,6 +50,23 @@ class Room:
     def charge(self, sequence: Sequence) -> None:
         """Note that `sequence` got blocks, maybe before the first waiting one."""
         self._overtaking.charge(sequence.num_tokens, sequence, self._queues.waiting.first)
+
+    def next_admissions(self, max_seqs: int) -> list[tuple[Sequence, int]]:
+        """Return the first waiting sequences that may be admitted, and the blocks each needs with others' growth."""
+        candidates = [sequence for sequence in islice(self._queues.waiting, max_seqs) if self.is_free_for(sequence)]
+        return [
+            (sequence, self._blocks.num_for(sequence.num_tokens) + self.num_spare(sequence))
+            for sequence in candidates
+            if not sequence.block_table
+        ]
+
+    def next_import(self, max_len: int) -> tuple[Sequence, int] | None:
+        """Return the first import that waits, if any, and the blocks it needs with others' growth."""
+        sequence = self._queues.pending_imports.first
+        if sequence is None:
+            return None
+        num_tokens = min(sequence.num_tokens + 1, max_len)
+        return sequence, self._blocks.num_for(num_tokens) + self.num_spare(sequence)
 
     def num_spare(self, sequence: Sequence) -> int:
         """Return how many blocks must be left when `sequence` gets its own."""

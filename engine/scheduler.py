@@ -6,14 +6,14 @@ There is no prefill and no decode here: each step lets `num_computed_tokens` cat
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from itertools import islice
 from types import MappingProxyType
 
 from pdserve.engine.block_pool import BlockId, BlockPool
 from pdserve.engine.end_rules import EndRules
 from pdserve.engine.errors import InvalidRequest
-from pdserve.engine.forks import follow, fork, hand_on, leave, regrow
+from pdserve.engine.forks import follow, fork, hand_on, leave, regrow, set_late
 from pdserve.engine.growth_reserve import GrowthReserve
+from pdserve.engine.late_prompts import LatePrompts
 from pdserve.engine.overtaking import Overtaking
 from pdserve.engine.prefill_budget import PrefillBudget
 from pdserve.engine.prefix_tree import PrefixTree
@@ -21,20 +21,18 @@ from pdserve.engine.room import Room
 from pdserve.engine.scheduled_batch import ScheduledBatch, ScheduledSpan
 from pdserve.engine.scheduler_config import SchedulerConfig
 from pdserve.engine.scheduler_queues import SchedulerQueues
-from pdserve.engine.sequence import Sequence, SequenceSpec, SequenceStatus
+from pdserve.engine.sequence import Rank, Sequence, SequenceSpec, SequenceStatus
 from pdserve.engine.sequence_blocks import SequenceBlocks
 from pdserve.engine.sequence_check import check_spec
 from pdserve.engine.step_output import FinishReason, SampledToken, StepOutput, TokenScore
 from pdserve.engine.step_planner import StepPlanner
-
-_LEAST_PREFILL_TOKENS = 16  # of a step, however long streams alone take
 
 
 class Scheduler:
     """Owns every sequence of an engine from `add` to its last output, and through the block pool their blocks.
 
     What a step computes is decided by its `StepPlanner`. A preempted sequence's blocks are released and it is computed
-    again later, prompt and outputs alike. Rank is (priority, arrival); a preempted sequence keeps it.
+    again later, prompt and outputs alike. A preempted stream keeps its priority and arrival.
     """
 
     def __init__(
@@ -49,11 +47,12 @@ class Scheduler:
         self._max_len = min(config.max_model_len, pool.num_blocks * block_size)
         self._blocks = SequenceBlocks(pool, tree, block_size, config.enable_prefix_cache)
         self._end_rules = EndRules(eos_ids, self._max_len)
-        self._prefill_budget = PrefillBudget(config.tpot_target_s, config.max_num_batched_tokens, _LEAST_PREFILL_TOKENS)
+        self._prefill_budget = PrefillBudget(config.tpot_target_s, config.max_num_batched_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._queues = SchedulerQueues()
         growth = GrowthReserve(config.growth_reserve, block_size, self._max_len)
         self._room = Room(self._blocks, self._queues, growth, Overtaking(config.max_num_batched_tokens))
+        self._late = LatePrompts(config.ttft_target_s, self._blocks, self._queues, self._sequences)
         self._num_arrived = 0
         self._planner = StepPlanner(config, self._blocks, self._queues, self._room, self._prefill_budget)
 
@@ -84,7 +83,9 @@ class Scheduler:
         Raises:
             InvalidRequest: one of them could never be computed here; none was added.
         """
-        self._queues.put(self._register(specs, now), SequenceStatus.WAITING)
+        leader = self._register(specs, now)
+        self._queues.put(leader, SequenceStatus.WAITING)
+        self._late.watch(leader)
 
     def add_import(self, *specs: SequenceSpec) -> None:
         """Queue the branches of a prompt that is computed elsewhere; `grant_imports` reserves its blocks in order.
@@ -151,7 +152,7 @@ class Scheduler:
         for sequence in grown:
             if sequence.seq_id not in self._sequences:
                 self._sequences[sequence.seq_id] = sequence
-                sequence.rank = (sequence.spec.sampling.priority, self._num_arrived)
+                sequence.rank = sequence.rank._replace(arrival=self._num_arrived)
                 self._num_arrived += 1
                 self._join(sequence)
         return list(beams)
@@ -172,33 +173,20 @@ class Scheduler:
         if sequence.followers:
             heir = hand_on(sequence)
             self._queues.put(heir, heir.status)
+            self._late.watch(heir)
         self._blocks.release(sequence)
         sequence.status = SequenceStatus.FINISHED
         return True
 
     def next_import(self) -> tuple[Sequence, int] | None:
         """Return the import that is granted next, if any, and how many blocks it needs with the growth of others."""
-        sequence = self._queues.pending_imports.first
-        if sequence is None:
-            return None
-        num_tokens = min(sequence.num_tokens + 1, self._max_len)
         self._room.begin_pass()
-        return sequence, self._blocks.num_for(num_tokens) + self._room.num_spare(sequence)
+        return self._room.next_import(self._max_len)
 
     def next_admissions(self) -> list[tuple[Sequence, int]]:
         """Return the sequences that may be admitted next, in order, and the blocks each needs with others' growth."""
-        if self._queues.waiting.first is None:
-            return []
         self._room.begin_pass()
-        num_seats = max(0, self._config.max_num_seqs - len(self._queues.running))
-        candidates = [
-            sequence for sequence in islice(self._queues.waiting, num_seats) if self._room.is_free_for(sequence)
-        ]
-        return [
-            (sequence, self._blocks.num_for(sequence.num_tokens) + self._room.num_spare(sequence))
-            for sequence in candidates
-            if not sequence.block_table
-        ]
+        return self._room.next_admissions(max(0, self._config.max_num_seqs - len(self._queues.running)))
 
     @property
     def blocks(self) -> SequenceBlocks:
@@ -280,7 +268,10 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> ScheduledBatch:
         """Decide one step; an empty batch means that nothing can run now."""
-        return self._planner.plan(now)
+        self._late.sort(now)
+        batch = self._planner.plan(now)
+        self._late.note(batch, now)
+        return batch
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn from how long a step took, for the prompt tokens of the next ones."""
@@ -294,13 +285,12 @@ class Scheduler:
         """End the sequences that have waited too long, and return what they are told."""
         limit_s = self._config.max_waiting_s
         ended: list[StepOutput] = []
-        while limit_s is not None:
-            overdue = [sequence for sequence in self._queues.waiting if now - sequence.waiting_since >= limit_s]
+        waiting = self._queues.waiting
+        # Again when some have ended: those who followed one of them have waited as long.
+        while limit_s is not None and (overdue := [each for each in waiting if now - each.waiting_since >= limit_s]):
             for sequence in overdue:
                 self.abort(sequence.seq_id)
                 ended.append(StepOutput.overdue(sequence.seq_id, sequence.num_output_tokens, limit_s))
-            if not overdue:  # those who followed one of them have waited as long
-                break
         return ended
 
     def next_expiry(self) -> float | None:
@@ -342,7 +332,7 @@ class Scheduler:
         """Check all specs and make sequences of them; return the one that leads the others."""
         for spec in specs:
             self.check(spec)
-        ranks = ((spec.sampling.priority, self._num_arrived + index) for index, spec in enumerate(specs))
+        ranks = (Rank(spec.sampling.priority, False, self._num_arrived + index) for index, spec in enumerate(specs))
         leader, *followers = (Sequence(spec, rank, now) for spec, rank in zip(specs, ranks, strict=True))
         self._num_arrived += len(specs)
         follow(leader, followers)
@@ -356,6 +346,7 @@ class Scheduler:
 
     def _join(self, sequence: Sequence) -> None:
         """Let a forked sequence run at once if the batch has a place."""
+        set_late(sequence, is_late=False)
         has_place = len(self._queues.running) < self._config.max_num_seqs
         self._queues.put(sequence, SequenceStatus.RUNNING if has_place else SequenceStatus.LANDED)
 

@@ -17,6 +17,7 @@ class SchedulerConfig:
 
     `short_prompt_share` of a step's prompt tokens goes to the shortest prompts, the rest to the first ones.
     `tpot_target_s` limits the prompt tokens of a step beside running streams by the time that steps take.
+    `ttft_target_s` lets prompts whose first token cannot come in that time any more wait behind those whose can.
     `growth_reserve` is the share of the expected growth of running sequences that is kept free when another is
     started; one block for each always is. `max_waiting_s` ends sequences that wait for longer without a block.
     """
@@ -28,5 +29,6 @@ class SchedulerConfig:
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     short_prompt_share: float = 0.5
     tpot_target_s: float | None = None
+    ttft_target_s: float | None = None
     growth_reserve: float = 0.0
     max_waiting_s: float | None = None

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from pdserve.engine.block_pool import BlockId
 from pdserve.engine.sampling_params import SamplingParams
@@ -52,6 +53,17 @@ class SwappedBlocks:
     num_tokens: int
 
 
+class Rank(NamedTuple):
+    """The order of service: the least is served first, the greatest is preempted first. No two have the same."""
+
+    priority: int
+    is_late: bool  # when it was started first, or now if it waits for that: see `LatePrompts`
+    arrival: int
+
+
+_FIRST = Rank(0, False, 0)
+
+
 class Sequence:
     """Tokens, the blocks that hold their keys and values, and how far the computation has come.
 
@@ -84,11 +96,11 @@ class Sequence:
         "waiting_since",
     )
 
-    def __init__(self, spec: SequenceSpec, rank: tuple[int, int] = (0, 0), now: float = 0.0) -> None:
+    def __init__(self, spec: SequenceSpec, rank: Rank = _FIRST, now: float = 0.0) -> None:
         self.spec = spec
         self.seq_id = spec.seq_id
         self.num_prompt_tokens = len(spec.prompt_token_ids)
-        self.rank = rank  # (priority, arrival): the least is served first, the greatest is preempted first
+        self.rank = rank
         self.waiting_since = now
         self.queue_s: float | None = None  # from its arrival until it was started for the first time
         self.num_overtaken_tokens = 0  # of sequences that were started before it although they came after it

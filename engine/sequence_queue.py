@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from pdserve.engine.sequence import Sequence
 
-_Size = tuple[int, int, int]
+_Size = tuple[int, bool, int, int]
 
 
 class SequenceQueue:
@@ -47,6 +47,8 @@ class SequenceQueue:
 class WaitingQueue(SequenceQueue):
     """Sequences that wait to be started, by rank and, within one priority, by what they lacked when they came.
 
+    Late ones are behind the others of their priority in both orders.
+
     Knows how many tokens are missing in all.
     """
 
@@ -61,22 +63,22 @@ class WaitingQueue(SequenceQueue):
         super().add(sequence)
         size = self._size_of[sequence] = size_of(sequence)
         self._by_size.insert(bisect_left(self._by_size, size, key=lambda entry: entry[0]), (size, sequence))
-        self.num_uncomputed_tokens += size[1]
+        self.num_uncomputed_tokens += size[2]
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out; it must be here."""
         super().remove(sequence)
         size = self._size_of.pop(sequence)
         del self._by_size[bisect_left(self._by_size, size, key=lambda entry: entry[0])]
-        self.num_uncomputed_tokens -= size[1]
+        self.num_uncomputed_tokens -= size[2]
 
     @property
     def shortest(self) -> Sequence | None:
-        """Of those with the most urgent priority the one that lacks the fewest tokens; None when nobody waits."""
+        """Of the most urgent priority, and of those not late before others, the one that lacks the fewest tokens."""
         return self._by_size[0][1] if self._by_size else None
 
 
 def size_of(sequence: Sequence) -> _Size:
-    """Return what sorts sequences by priority and then by the tokens they lack; the older of two equal ones first."""
-    priority, arrival = sequence.rank
-    return (priority, sequence.num_uncomputed_tokens, arrival)
+    """Return what sorts sequences as rank does, but by the tokens they lack before their arrival."""
+    priority, is_late, arrival = sequence.rank
+    return (priority, is_late, sequence.num_uncomputed_tokens, arrival)

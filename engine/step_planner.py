@@ -1,5 +1,6 @@
 """One step decided: which tokens of which sequences are computed, and who has to give way for them. Pure."""
 
+from pdserve.engine.forks import set_late
 from pdserve.engine.prefill_budget import PrefillBudget
 from pdserve.engine.room import Room
 from pdserve.engine.scheduled_batch import ScheduledBatch, ScheduledSpan
@@ -150,6 +151,7 @@ class StepPlanner:
         self._queues.leave(sequence)
         self._blocks.preempt(sequence)
         sequence.waiting_since = step.now
+        set_late(sequence, is_late=False)  # it has been served before: nobody who came after it goes first
         self._queues.put(sequence, SequenceStatus.WAITING)
         step.has_preempted = True
         self.num_preemptions += 1

@@ -15,6 +15,8 @@ _HERE = Path(__file__).parent
 _THREADS = 2
 _SLOTS = {"W1": 1, "W2": 1, "W3": 16, "W4": 9, "W5": 1, "W6": 16}
 _LLAMACPP_CONTEXT = {"W1": 2_048, "W2": 8_192, "W3": 16 * 512, "W4": 9 * 3_072, "W5": 4_096, "W6": 16 * 2_048}
+_TTFT_2000 = ("--dtype", "auto", "--ttft-target-ms", "2000")
+_TTFT_450 = ("--dtype", "auto", "--ttft-target-ms", "450")
 
 OURS = {
     "pdserve": ("--dtype", "auto"),
@@ -26,9 +28,13 @@ OURS = {
     "pdserve-tpot150": ("--dtype", "auto", "--tpot-target-ms", "150"),
     "pdserve-local256": ("--dtype", "auto", "--tpot-target-ms", "40", "--min-disaggregated-tokens", "256"),
     "pdserve-local256-tpot100": ("--dtype", "auto", "--tpot-target-ms", "100", "--min-disaggregated-tokens", "256"),
+    "pdserve-slo2000-100": (*_TTFT_2000, "--tpot-target-ms", "100", "--min-disaggregated-tokens", "256"),
+    "pdserve-slo450-40": (*_TTFT_450, "--tpot-target-ms", "40", "--min-disaggregated-tokens", "256"),
     "pdserve-colocated": ("--dtype", "auto", "--prefill-nodes", "0"),
     "pdserve-colocated-b128": ("--dtype", "auto", "--prefill-nodes", "0", "--max-num-batched-tokens", "128"),
     "pdserve-colocated-tpot40": ("--dtype", "auto", "--prefill-nodes", "0", "--tpot-target-ms", "40"),
+    "pdserve-colocated-slo2000-100": (*_TTFT_2000, "--tpot-target-ms", "100", "--prefill-nodes", "0"),
+    "pdserve-colocated-slo450-40": (*_TTFT_450, "--tpot-target-ms", "40", "--prefill-nodes", "0"),
 }
 TYPES = {
     "llamacpp": ("q8_0", "f16", "f32"),

@@ -1,5 +1,6 @@
 """Who is served first, who gives way, who never waits for ever: pure decisions over random events and virtual time."""
 
+from dataclasses import replace
 from zlib import crc32
 
 import pytest
@@ -13,7 +14,8 @@ from pdserve.engine.sampling_params import SamplingParams
 from pdserve.engine.scheduled_batch import ScheduledBatch
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.scheduler_config import SchedulerConfig, SchedulingPolicy
-from pdserve.engine.sequence import SequenceSpec
+from pdserve.engine.sequence import SequenceSpec, SequenceStatus
+from pdserve.engine.sequence_queue import size_of
 from pdserve.engine.step_output import SampledToken, StepOutput
 
 _BLOCK_SIZE = 4
@@ -233,6 +235,7 @@ _configs = st.builds(
     policy=st.just(SchedulingPolicy.PRIORITY),
     short_prompt_share=st.sampled_from([0.0, 0.5, 1.0]),
     tpot_target_s=st.sampled_from([None, 0.02]),
+    ttft_target_s=st.sampled_from([None, 0.001, 0.05, 0.2]),
     growth_reserve=st.sampled_from([0.0, 0.5, 1.0]),
     max_waiting_s=st.sampled_from([None, 0.5]),
 )
@@ -247,6 +250,7 @@ class _Drive:
         self.now = 0.0
         self.open: dict[str, int] = {}  # priorities
         self.granted: list[str] = []
+        self.batches: list[ScheduledBatch] = []
 
     def act(self, number: int, action: str, size: int, priority: int) -> None:
         name = str(number)
@@ -281,6 +285,7 @@ class _Drive:
         for output in self.scheduler.expire(self.now):
             self.open.pop(output.seq_id)
         batch = self.scheduler.schedule(self.now)
+        self.batches.append(batch)
         self.check_batch(batch)
         self.check_order(set(self.running()) - before)
         self.now += 0.01 + 0.001 * batch.num_tokens
@@ -309,7 +314,22 @@ class _Drive:
             if sequence.num_computed_tokens < sequence.num_prompt_tokens and not self.scheduler.num_preemptions:
                 assert all(sequence.rank[0] <= priority for priority in waiting)
 
+    def check_lateness(self) -> None:
+        """Both orders of those that wait are kept; late is who waits to be started first, or runs and was so."""
+        waiting = self.scheduler._queues.waiting
+        assert list(waiting) == sorted(waiting, key=lambda each: each.rank)
+        assert [each for _, each in waiting._by_size] == sorted(waiting, key=size_of)
+        late = [each for each in self.scheduler._sequences.values() if each.rank.is_late]
+        assert not late or self.config.ttft_target_s is not None
+        for sequence in late:
+            is_started = sequence.status in (SequenceStatus.RUNNING, SequenceStatus.EXPORTING)
+            assert is_started or (sequence.queue_s is None and not sequence.num_output_tokens)
+            assert all(follower.rank.is_late for follower in sequence.followers)
+        for sequence in waiting:
+            assert not sequence.rank.is_late or sequence.rank.priority in self.scheduler._late._late
+
     def check(self) -> None:
+        self.check_lateness()
         self.scheduler.check_integrity()
         usage = self.scheduler.pool.usage()
         assert usage.free + usage.cached + usage.in_use + usage.in_flight == usage.total
@@ -336,3 +356,16 @@ def test_whatever_arrives_order_budget_and_blocks_hold_and_everything_ends(
     assert drive.scheduler.num_sequences == 0 and not drive.open
     usage = drive.scheduler.pool.usage()
     assert usage.in_use == usage.in_flight == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(_arrivals, _configs, st.integers(17, 30))
+def test_a_target_that_everybody_keeps_changes_no_batch(
+    events: list[tuple[str, int, int]], config: SchedulerConfig, num_blocks: int
+) -> None:
+    drives = [_Drive(replace(config, ttft_target_s=target_s), num_blocks) for target_s in (None, 3600.0)]
+    for number, (action, size, priority) in enumerate(events):
+        for drive in drives:
+            drive.act(number, action, size, priority)
+
+    assert drives[0].batches == drives[1].batches

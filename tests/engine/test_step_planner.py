@@ -27,14 +27,14 @@ class _Plain(StepPlanner):
         return [each for each in self._queues.running if step.num_lacking(each)]
 
 
-def _scheduler(num_blocks: int, max_num_seqs: int, budget: int) -> Scheduler:
+def _scheduler(num_blocks: int, max_num_seqs: int, budget: int, ttft_target_s: float | None) -> Scheduler:
     pool = BlockPool(num_blocks)
-    config = SchedulerConfig(max_num_seqs, budget, 64)
+    config = SchedulerConfig(max_num_seqs, budget, 64, ttft_target_s=ttft_target_s)
     return Scheduler(config, pool, PrefixTree(pool, _BLOCK_SIZE), _BLOCK_SIZE, frozenset({0}))
 
 
-def _plain(num_blocks: int, max_num_seqs: int, budget: int) -> Scheduler:
-    plain = _scheduler(num_blocks, max_num_seqs, budget)
+def _plain(num_blocks: int, max_num_seqs: int, budget: int, ttft_target_s: float | None) -> Scheduler:
+    plain = _scheduler(num_blocks, max_num_seqs, budget, ttft_target_s)
     plain._planner = _Plain(plain._config, plain._blocks, plain._queues, plain._room, plain._prefill_budget)
     return plain
 
@@ -48,9 +48,9 @@ def _specs(number: int, size: int, num_branches: int) -> list[SequenceSpec]:
 def _act(scheduler: Scheduler, number: int, action: str, size: int) -> tuple[ScheduledBatch, list[StepOutput]] | None:
     match action:
         case "add":
-            scheduler.add(*_specs(number, size, 1))
+            scheduler.add(*_specs(number, size, 1), now=number)
         case "branch":
-            scheduler.add_branches(_specs(number, size, 3))
+            scheduler.add_branches(_specs(number, size, 3), now=number)
         case "import":
             scheduler.add_import(*_specs(number, size, 1))
             for seq_id, _ in scheduler.grant_imports():
@@ -59,7 +59,7 @@ def _act(scheduler: Scheduler, number: int, action: str, size: int) -> tuple[Sch
             for branch in range(3):
                 scheduler.abort(f"{size}.{branch}")
         case "step":
-            batch = scheduler.schedule()
+            batch = scheduler.schedule(now=number)
             sampled = [SampledToken(9) if span.sampling is not None else None for span in batch.spans]
             return batch, scheduler.update(batch, sampled)
     return None
@@ -74,11 +74,13 @@ def _act(scheduler: Scheduler, number: int, action: str, size: int) -> tuple[Sch
     st.integers(6, 24),
     st.integers(1, 6),
     st.integers(1, 20),
+    st.sampled_from([None, 1.0, 6.0]),
 )
 def test_shortcuts_decide_what_the_rules_do(
-    actions: list[tuple[str, int]], num_blocks: int, max_num_seqs: int, budget: int
+    actions: list[tuple[str, int]], num_blocks: int, max_num_seqs: int, budget: int, ttft_target_s: float | None
 ) -> None:
-    ours, plain = _scheduler(num_blocks, max_num_seqs, budget), _plain(num_blocks, max_num_seqs, budget)
+    ours = _scheduler(num_blocks, max_num_seqs, budget, ttft_target_s)
+    plain = _plain(num_blocks, max_num_seqs, budget, ttft_target_s)
 
     for number, action in enumerate(actions):
         assert _act(ours, number, *action) == _act(plain, number, *action)
