@@ -22,9 +22,9 @@ class LatePrompts:
     Where more arrives than can be answered, first come first served makes everybody late: each prompt waits behind
     some that have missed the target already. A prompt is judged while it waits to be started for the first time: by
     how long it has waited and what its own tokens will take, at the rate of the last steps that were full. Late ones
-    keep their order among themselves. Whenever the other prompts of a priority have had `_PERIOD` times the tokens of
-    its first late one, that one goes back to its place by arrival, before all that came after it: nobody waits for
-    ever, whatever arrives.
+    keep their order among themselves. Whenever the other prompts of a priority have had `_PERIOD` times the tokens
+    that its first late one lacks, that one goes back to its place by arrival, before all that came after it: nobody
+    waits for ever, whatever arrives.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LatePrompts:
         self._measured_s = 0.0
         # Heaps keep entries of sequences that are gone until they come first.
         self._judged_at: list[tuple[float, _Arrival]] = []
-        self._late: dict[int, list[_Arrival]] = {}  # by priority
+        self._late: dict[int, list[tuple[_Arrival, int]]] = {}  # and the tokens it lacked, by priority
         self._num_others: dict[int, int] = {}  # prompt tokens computed before the first late one, by priority
 
     def watch(self, sequence: Sequence) -> None:
@@ -52,9 +52,9 @@ class LatePrompts:
         if self._aim_s is None or sequence.num_output_tokens:
             return
         if sequence.rank.is_late:
-            self._note_late(sequence)
+            self._note_late(sequence, self._num_missing(sequence))
         elif sequence.status is SequenceStatus.WAITING and sequence.queue_s is None:
-            begin_by = self._begin_by(sequence, self._aim_s, num_cached=0)
+            begin_by = self._begin_by(sequence, self._aim_s, sequence.num_uncomputed_tokens)
             heapq.heappush(self._judged_at, (begin_by, _arrival_of(sequence)))
 
     def sort(self, now: float) -> None:
@@ -67,10 +67,11 @@ class LatePrompts:
             sequence = self._find(arrival)
             if sequence is None or sequence.status is not SequenceStatus.WAITING or sequence.queue_s is not None:
                 continue
-            begin_by = self._begin_by(sequence, self._aim_s, self._num_cached(sequence))
+            num_missing = self._num_missing(sequence)
+            begin_by = self._begin_by(sequence, self._aim_s, num_missing)
             if begin_by < now:
                 self._move(sequence, is_late=True)
-                self._note_late(sequence)
+                self._note_late(sequence, num_missing)
             else:  # less is to be computed than it seemed, or in less time
                 heapq.heappush(self._judged_at, (begin_by, arrival))
         for priority in list(self._late):
@@ -97,26 +98,28 @@ class LatePrompts:
             self._full_since = None
 
     def _give_turns(self, priority: int) -> None:
-        while (sequence := self._first_late(priority)) is not None:
-            num_due = _PERIOD * sequence.num_uncomputed_tokens
+        while (first := self._first_late(priority)) is not None:
+            sequence, num_missing = first
+            num_due = _PERIOD * min(num_missing, sequence.num_uncomputed_tokens)
             if self._num_others[priority] < num_due:
                 return
             self._num_others[priority] -= num_due
             self._move(sequence, is_late=False)
         del self._late[priority], self._num_others[priority]
 
-    def _first_late(self, priority: int) -> Sequence | None:
+    def _first_late(self, priority: int) -> tuple[Sequence, int] | None:
         late = self._late[priority]
         while late:
-            sequence = self._find(late[0])
+            arrival, num_missing = late[0]
+            sequence = self._find(arrival)
             if sequence is not None and sequence.rank.is_late and not sequence.num_output_tokens:
-                return sequence
+                return sequence, num_missing
             heapq.heappop(late)
         return None
 
-    def _note_late(self, sequence: Sequence) -> None:
+    def _note_late(self, sequence: Sequence, num_missing: int) -> None:
         self._num_others.setdefault(sequence.rank.priority, 0)
-        heapq.heappush(self._late.setdefault(sequence.rank.priority, []), _arrival_of(sequence))
+        heapq.heappush(self._late.setdefault(sequence.rank.priority, []), (_arrival_of(sequence), num_missing))
 
     def _move(self, sequence: Sequence, *, is_late: bool) -> None:
         self._queues.leave(sequence)
@@ -128,16 +131,17 @@ class LatePrompts:
         sequence = self._sequences.get(seq_id)
         return sequence if sequence is not None and sequence.rank.arrival == number else None
 
-    def _begin_by(self, sequence: Sequence, aim_s: float, num_cached: int) -> float:
+    def _begin_by(self, sequence: Sequence, aim_s: float, num_missing: int) -> float:
         """Return when a sequence must be started at the latest; while no rate is known, only its wait counts."""
         token_s = self._measured_s / self._num_measured if self._num_measured else 0.0
-        return sequence.waiting_since + aim_s - token_s * (sequence.num_uncomputed_tokens - num_cached)
+        return sequence.waiting_since + aim_s - token_s * num_missing
 
-    def _num_cached(self, sequence: Sequence) -> int:
-        if sequence.is_prompt_scored:
-            return 0
+    def _num_missing(self, sequence: Sequence) -> int:
+        """Return how many tokens are to be computed, those aside whose blocks are cached."""
+        if sequence.block_table or sequence.is_prompt_scored:
+            return sequence.num_uncomputed_tokens
         cached = self._blocks.match(sequence.token_ids[:-1], sequence.spec.salt)
-        return len(cached) * self._blocks.block_size
+        return sequence.num_uncomputed_tokens - len(cached) * self._blocks.block_size
 
 
 def _arrival_of(sequence: Sequence) -> _Arrival:

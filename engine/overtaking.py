@@ -15,12 +15,18 @@ class Overtaking:
 
     def is_allowed(self, sequence: Sequence, first: Sequence | None) -> bool:
         """Whether `sequence` may have blocks although `first` waits."""
-        if first is None or sequence.rank <= first.rank:
+        if first is None or not _overtakes(sequence, first):
             return True
         limit = max(first.num_uncomputed_tokens, self._max_num_batched_tokens)
         return sequence.rank.priority == first.rank.priority and first.num_overtaken_tokens < limit
 
     def charge(self, num_tokens: int, sequence: Sequence, first: Sequence | None) -> None:
         """Note that `sequence` got blocks for `num_tokens` while `first` waits."""
-        if first is not None and first.rank < sequence.rank:
+        if first is not None and _overtakes(sequence, first):
             first.num_overtaken_tokens += num_tokens
+
+
+def _overtakes(sequence: Sequence, first: Sequence) -> bool:
+    own, other = sequence.rank, first.rank
+    # An import is never late: it would pass a late prompt, which has its turn after what is computed here, for ever.
+    return own > other or (own.priority == other.priority and own.arrival > other.arrival)

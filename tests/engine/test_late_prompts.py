@@ -207,6 +207,51 @@ def test_who_inherits_a_late_prompt_is_late_and_gets_its_turn() -> None:
     scheduler.check_integrity()
 
 
+def test_the_turn_of_a_late_prompt_is_of_what_it_lacks_and_not_of_what_is_cached() -> None:
+    config = SchedulerConfig(1, _BUDGET, 4000, short_prompt_share=0.0, ttft_target_s=_TARGET_S)
+    scheduler = _scheduler(config)
+    start = _measure_rate(scheduler)
+    begin = _spec("measured", 1024).prompt_token_ids
+
+    def shared(name: str) -> SequenceSpec:
+        return replace(_spec(name, 16), prompt_token_ids=(*begin, *_spec(name, 16).prompt_token_ids))
+
+    scheduler.add(_spec("runs", 8, 4), now=start)
+    _finish(scheduler, scheduler.schedule(start))
+    scheduler.add(shared("late"), now=start)
+    _finish(scheduler, scheduler.schedule(start + 2.0))
+    assert _sequence(scheduler, "late").rank.is_late
+
+    ends: list[str] = []
+    for number in range(60):  # one that is in time and lacks as much arrives for each that is served
+        scheduler.add(shared(f"in time {number}"), now=start + 2.0)
+        outputs = _finish(scheduler, scheduler.schedule(start + 2.0))
+        ends += [output.seq_id for output in outputs if output.finish_reason is not None]
+    assert 9 <= ends.index("late") <= 12
+
+
+def test_imports_do_not_keep_a_late_prompt_from_its_blocks_for_ever() -> None:
+    config = SchedulerConfig(4, 16, 4000, False, ttft_target_s=_TARGET_S)
+    scheduler = _scheduler(config, num_blocks=12)  # for two imports, or for one and the late prompt
+
+    def land() -> None:
+        for seq_id, _ in scheduler.grant_imports():
+            scheduler.commit_import(seq_id, [7])
+
+    for number in range(2):
+        scheduler.add_import(_spec(f"import {number}", 16, 3 + number))
+    land()
+    scheduler.add(_spec("late", 24), now=0.0)
+    num_steps = 0
+    while scheduler.sequence("late") is not None:  # an import waits for whatever blocks become free
+        scheduler.add_import(_spec(f"import {2 + num_steps}", 16, 3 + num_steps % 2))
+        land()
+        _finish(scheduler, scheduler.schedule(2.0))
+        num_steps += 1
+        assert num_steps < 100, "starved"
+    scheduler.check_integrity()
+
+
 def test_a_late_prompt_that_is_half_computed_goes_on_in_its_turn() -> None:
     scheduler = _scheduler(SchedulerConfig(64, _BUDGET, 4000, False, ttft_target_s=_TARGET_S))
     scheduler.add(_spec("late", 640), now=0.0)
