@@ -10,6 +10,7 @@ from pdserve.engine.sequence import Sequence, SequenceStatus
 from pdserve.engine.sequence_blocks import SequenceBlocks
 
 _AIM = 0.85  # of the target: the rest is for the way of a prompt and of its token, and for what runs before it
+_MOST_JUDGED = 32  # in one step: the blocks that the cache has of each are looked up
 _PERIOD = 9  # of so many prompt tokens, late prompts have at least one
 _MEMORY = 0.8  # weight of what was measured before a step
 
@@ -62,7 +63,9 @@ class LatePrompts:
         if self._aim_s is None:
             return
         self._measure(now)
-        while self._judged_at and self._judged_at[0][0] < now:
+        for _ in range(_MOST_JUDGED):
+            if not self._judged_at or self._judged_at[0][0] >= now:
+                break
             _, arrival = heapq.heappop(self._judged_at)
             sequence = self._find(arrival)
             if sequence is None or sequence.status is not SequenceStatus.WAITING or sequence.queue_s is not None:
