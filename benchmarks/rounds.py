@@ -1,6 +1,7 @@
 """One workload's comparison: servers started, conditions measured, rounds run in turn, everything saved as it comes.
 
-All servers are up at the same time and only one is asked at a time; what the idle ones cost is measured and saved.
+All servers are up at the same time and only one is asked at a time. What idle ones take is measured and saved; one that
+does not rest is held meanwhile, or it would take from whoever is asked.
 """
 
 import asyncio
@@ -30,6 +31,8 @@ from pdserve.cli.load_plan import Lengths, closed_loop
 _SUSTAINABLE_SHARE = 0.5
 _OVERLOAD_SHARE = 1.5
 _IDLE_LOOK_S = 2.0
+_RESTLESS = 0.05  # cores, of a server that nobody asks
+_HELD = "held while others are asked"
 _TUNING_SEED = 500_000
 
 
@@ -123,7 +126,9 @@ async def compare(
         servers = await _started(results, [budget.limits(system) for system in systems], stack)
         if results.workload == "W4":
             conditions = await _with_rates(results, servers, conditions)
-        results.conditions["idle CPU s/s"] = await _idle_cpu(servers)
+        idle = results.conditions["idle CPU s/s"] = await _idle_cpu(servers)
+        if restless := [name for name, cores in idle.items() if cores >= _RESTLESS]:
+            results.conditions[_HELD] = restless
         for number in range(num_rounds):
             began_at = time.monotonic()
             # Other prompts in each round: no server knows a prefix of them.
@@ -141,7 +146,7 @@ async def _run_each(
 ) -> None:
     for server in tuple(servers):
         if not results.has(server.name, number):
-            with _failing(results, servers, server):
+            with _failing(results, servers, server), _others_held(results, servers, server):
                 results.runs.append(await _run_once(results.workload, server, conditions, number))
             if folder is not None:
                 results.save(folder)
@@ -161,7 +166,7 @@ async def climb(
             is_known = any(trial.rate_per_s == ladder.rate_per_s(step) for trial in earlier)
             if step < first_steps[server.name] or is_known:
                 continue
-            with _failing(results, servers, server):
+            with _failing(results, servers, server), _others_held(results, servers, server):
                 trial = await _asked(server, ladder, step, number)
                 results.trials.append(trial)
                 if not trial.keeps(ladder.loosest):
@@ -175,7 +180,7 @@ async def _first_steps(results: Results, servers: list[Server], ladder: Ladder) 
     assert isinstance(known, dict)
     for server in tuple(servers):
         if server.name not in known:
-            with _failing(results, servers, server):
+            with _failing(results, servers, server), _others_held(results, servers, server):
                 known[server.name] = await ladder.first_step(server.client)
     return {server.name: known[server.name] for server in servers}
 
@@ -220,6 +225,18 @@ def _failing(results: Results, servers: list[Server], server: Server) -> Iterato
     except SystemExit as error:
         _leave_out(results, server.name, error, is_ours=server is servers[0])
         servers.remove(server)
+
+
+@contextlib.contextmanager
+def _others_held(results: Results, servers: list[Server], asked: Server) -> Iterator[None]:
+    """Hold the servers that would not rest while `asked` is asked."""
+    restless = results.conditions.get(_HELD, [])
+    assert isinstance(restless, list)
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            if server is not asked and server.name in restless:
+                stack.enter_context(server.running.held())
+        yield
 
 
 @asynccontextmanager

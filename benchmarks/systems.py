@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +58,16 @@ class RunningSystem:
     def pids(self) -> Sequence[int]:
         """Return its process and all below it."""
         return _tree(self.pid)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep all its processes from running, and from taking any CPU time, until the block is left."""
+        pids = self.pids()
+        _send(pids, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            _send(pids, signal.SIGCONT)
 
     def thread_cpu_s(self) -> Counter[tuple[str, str]]:
         """Return the CPU time so far by role and kind of thread, by the threads' own clocks.
@@ -122,6 +132,12 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         with suppress(ProcessLookupError):  # the usual case: nothing is left
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()  # no limit is needed: it has been killed
+
+
+def _send(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):  # it has ended
+            os.kill(pid, number)
 
 
 def _tree(root: int) -> Sequence[int]:

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,6 +65,50 @@ async def test_rounds_alternate_are_saved_and_resumed_and_what_fails_is_left_out
     assert resumed.runs[:2] == first.runs
     assert [(run.system, run.round) for run in resumed.runs[2:]] == [("ours", 1), ("peer", 1)]
     assert "decode tokens/s" in load("render").render(tmp_path) and (tmp_path / "W1-0.svg").exists()
+
+
+# Counts in a file how often it turns round while nobody asks it.
+_RESTLESS = _SERVER.replace(
+    "def accept(one):",
+    """
+import threading
+
+def spin():
+    with open(sys.argv[2], "a", buffering=1) as turns:
+        while True:
+            sum(range(10_000))
+            turns.write(".")
+
+threading.Thread(target=spin, daemon=True).start()
+
+def accept(one):""",
+)
+
+
+@pytest.mark.timeout(300)
+async def test_a_server_that_does_not_rest_is_held_while_another_is_asked(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = tmp_path / "turns"
+    ours, peer = _system(load, "ours"), _system(load, "peer", _RESTLESS)
+    peer = replace(peer, command=(*peer.command, str(turns)))
+    rounds, spun = load("rounds"), {}
+    run_once = rounds._run_once
+
+    async def watched(workload: str, server: Any, *rest: Any) -> Any:
+        before = turns.stat().st_size
+        try:
+            return await run_once(workload, server, *rest)
+        finally:
+            spun[server.name] = turns.stat().st_size - before
+
+    monkeypatch.setattr(rounds, "_run_once", watched)
+
+    results = await _compare(load, tmp_path / "results", [ours, peer], 1)
+
+    assert results.conditions["held while others are asked"] == ["peer"]
+    assert [run.system for run in results.runs] == ["ours", "peer"], "it goes on when it is asked"
+    assert spun["ours"] <= 1 < spun["peer"]  # a turn may end while the signal is on its way
 
 
 # Ends at its sixth request: three warm it, two are a round of W1.

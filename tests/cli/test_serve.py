@@ -19,18 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli import serve
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 START_TIMEOUT_S = 200.0
-
-# A child has its time to end by itself, which on a busy machine is longer than a user would wait.
-PROGRAM = """
-from pdserve.cli import main, serve
-serve._GATEWAY_STOP_S = serve._NODE_STOP_S = serve._REDIS_STOP_S = 60.0
-main.main()
-"""
 
 
 class Serving:
@@ -42,7 +33,7 @@ class Serving:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
         environment.pop("REDIS_URL", None)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", PROGRAM, "serve", *arguments],
+            [sys.executable, "-P", "-c", "from pdserve.cli.main import main; main()", "serve", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -170,18 +161,16 @@ def test_printed_curl_answers_and_the_end_leaves_no_trace(serving: Serving) -> N
     base = os.getpriority(os.PRIO_PROCESS, serving.process.pid)
     niceness = sorted(os.getpriority(os.PRIO_PROCESS, pid) for pid in children)
     assert niceness == [base] * 3 + [min(19, base + 5)]  # the prefill node's
+    started_at = time.monotonic()
 
     serving.process.send_signal(signal.SIGTERM)
 
     assert serving.process.wait(timeout=200) == 0
+    assert time.monotonic() - started_at < 5.0
     wait_all_gone(children, timeout_s=0.0)
     assert list(serving.temp_dir.iterdir()) == []
     serving.wait_for(r"^pdserve +\| stopped$")
     assert not [line for line in serving.lines if "was killed" in line]
-
-
-def test_whoever_does_not_end_is_killed_within_five_seconds() -> None:
-    assert serve._GATEWAY_STOP_S + serve._NODE_STOP_S + serve._REDIS_STOP_S < 5.0
 
 
 def test_killed_children_come_back_and_nothing_outlives_a_killed_parent(serving: Serving, demo_model_dir: Path) -> None:
