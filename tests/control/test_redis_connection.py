@@ -2,6 +2,7 @@ import asyncio
 import socket
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,12 @@ async def test_an_absent_redis_shows_at_the_first_call(url: str) -> None:
 async def test_a_redis_that_accepts_but_does_not_answer_costs_its_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         redis = connect(f"redis://127.0.0.1:{mute.getsockname()[1]}")
+        begun = time.monotonic()
 
         with pytest.raises(RedisUnavailable):
             await redis.call("PING")
 
+        assert time.monotonic() - begun < 10  # and not for ever
         await redis.close()
 
 

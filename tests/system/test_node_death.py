@@ -88,7 +88,7 @@ async def test_only_decode_node_killed_with_four_streams_running(start_cluster: 
             streams = await _start_streams(group, session, 4, max_tokens=400)
             killed_at = time.monotonic()
             cluster.kill("decode-0")
-        assert time.monotonic() - killed_at < 20  # 8 s are the gateway's, the others a busy machine's
+        assert time.monotonic() - killed_at < 10
         assert [stream.num_terminal for stream in streams] == [1, 1, 1, 1]
         assert all(stream.errors for stream in streams) and [stream.num_done for stream in streams] == [1, 1, 1, 1]
 

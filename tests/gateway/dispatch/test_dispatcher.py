@@ -612,7 +612,7 @@ async def test_streams_outlive_redis_and_new_requests_wait_for_it(mortal_cluster
 
         assert token_ids == cluster.expected(request, 6)
         assert caught.value.code == "redis_unavailable"
-        assert refused_after_s < 20  # not the time that Redis has to answer
+        assert refused_after_s < 10
         assert cluster.dispatcher.snapshot().num_inflight == 0
 
         own_redis.start()
@@ -688,12 +688,14 @@ async def test_an_attempt_that_a_living_node_has_forgotten_is_made_again(cluster
 
         node.script = forgets
         request = cluster.request(timeout_s=600.0)
+        begun = time.monotonic()
 
         generation = await cluster.start(request)
         token_ids, _ = await _collect(generation)
 
         assert token_ids == cluster.expected(request, 6)
         assert generation.stats.num_attempts == 2
+        assert time.monotonic() - begun < 15
 
 
 async def test_an_attempt_whose_cancellation_was_lost_is_cancelled_again(cluster) -> None:
